@@ -24,13 +24,13 @@ from megatron_flux import ops
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError, FluxError, OperatorError, UnsupportedVersionError, UserError
 from megatron_flux.layers.release import release
-from megatron_flux.patch import by_variable, first_linear
+from megatron_flux.patch import first_linear
 from megatron_flux.patch.layer_options import set_backend
 from megatron_flux.patch.patcher import is_patched, patch, patched, report, tune_model, unpatch
 from megatron_flux.patch.spec import flux_spec, spec_provider
 from megatron_flux.version import __version__
 
-first_linear.watch(by_variable.switch_on)  # here, too: torch may load no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+first_linear.watch()  # here, too: torch may load no entry points (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 __all__ = [
     "FallbackError",

@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import ops
-from megatron_flux.comm.collectives import Pending
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import accumulate, first_derivative_only, rows, unread_gradient
 from megatron_flux.layers.linears import row_state
@@ -60,22 +59,14 @@ class Adapter:
     autocast: torch.dtype | None = None
     linear: LinearState | None = None
     """That of a row-parallel linear which adds this adapter's ``dx`` to its own."""
-    _whole_b: Pending | None = None
+    _whole_b: Any = None
 
     def begin(self) -> None:
-        """Start what needs no ``x``, for a row-parallel linear that comes before :func:`adapted`: the gather of ``b``.
-        Both must run on the same backend, so that no kernel of NCCL waits beside a fused one.
+        """Start what needs no ``x``, for a row-parallel linear that comes before :func:`adapted`: the gather of ``b``
+        ``[n, R]``. Both must run on the same backend, so that no kernel of NCCL waits beside a fused one.
         """
-        if self.row:
+        if self.row and self._whole_b is None:
             self._whole_b = ops.all_gather(self.b, self.group, own_gathered=True, backend=self.backends.forward)
-
-    def whole_b(self) -> torch.Tensor:
-        """Return ``b`` of all ranks ``[n, R]``."""
-        if self._whole_b is None:
-            self.begin()
-        pending, self._whole_b = self._whole_b, None
-        assert pending is not None  # noqa: S101 - of a row-parallel linear
-        return pending.wait()
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -150,7 +141,9 @@ def _low(x: torch.Tensor, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]
     low = rows(ops.gemm_all_reduce(x, a, group, backend=backend))
     if adapter.sequence_parallel:
         low = low.chunk(group.size())[group.rank()]
-    return low.mul_(adapter.scale), adapter.whole_b()
+    adapter.begin()
+    whole_b, adapter._whole_b = adapter._whole_b, None
+    return low.mul_(adapter.scale), whole_b.wait()
 
 
 def _add(y: torch.Tensor, low: torch.Tensor, b: torch.Tensor, in_place: bool) -> torch.Tensor:

@@ -3,18 +3,18 @@
 The backward functions call operators that autograd does not record, and add to ``main_grad`` in place: a second
 derivative would silently lack terms, so taking one is an error. A first derivative with ``create_graph=True`` works.
 
-Forward decides the dtype of autocast for both, as in stock Megatron's linear (``custom_fwd`` and ``custom_bwd`` of
-torch.amp): a ``backward()`` inside an autocast that forward did not run in keeps its precision. torch's decorators
-enter a context for every call, these only where something differs.
+Forward decides the dtype of autocast for both, as ``custom_fwd`` and ``custom_bwd`` of torch.amp do in stock Megatron's
+linear: a ``backward()`` inside an autocast that forward did not run in keeps its precision. torch's decorators enter a
+context for every call, these only where something differs.
 
 Megatron's contract for a weight that its DistributedDataParallel manages (``gradient_accumulation_fusion``):
 
-* ``weight.main_grad`` is the buffer that gradients of all micro-batches are added to, fp32 as a rule;
-* after adding to it, ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient that is never
-  read (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then it
-  is added to another one, and uninitialised memory elsewhere;
-* a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned;
-* TransformerEngine's layers may be asked to replace what is in ``main_grad`` instead of adding to it.
+* ``weight.main_grad`` is the buffer that gradients of all micro-batches are added to, fp32 as a rule; layers over
+  TransformerEngine may be asked to replace what is in it;
+* after that ``weight.grad_added_to_main_grad`` is set to True, and backward returns a gradient that is never read
+  (DDP's hook must still run on the autograd thread): zeros where ``weight.zero_out_wgrad`` is set, since then it is
+  added to another one, and uninitialised memory elsewhere;
+* a weight without the attribute ``grad_added_to_main_grad`` gets no gradient returned.
 
 All unread gradients of a dtype and device share the memory of the largest: a loop without DDP's hook, which drops
 them, would otherwise keep one as large as the weight for every layer.

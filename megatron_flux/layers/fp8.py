@@ -22,6 +22,7 @@ Two forms of a matrix ``[m, k]``
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -45,23 +46,21 @@ class Rows(NamedTuple):
     scale_inv: torch.Tensor  # fp32: 1 element for all ranks, or [m / 128, k]
     transposed: bool = False
 
-    @property
-    def in_blocks(self) -> bool:
-        """The scales must be gathered as well."""
-        return self.scale_inv.dim() == 2
 
-
+@dataclass(slots=True)
 class PendingRows:
-    """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`."""
+    """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`. The local bytes are not kept: the
+    gather does so where it needs them.
+    """
 
-    __slots__ = ("_by_nccl", "_data", "_scale_inv", "_scales", "send")
+    _scale_inv: torch.Tensor  # of the local rows
+    _data: Pending
+    _scales: Pending | None  # None where all ranks have the same
+    _by_nccl: bool  # torch's collective gathers the scales
 
-    def __init__(self, scale_inv: torch.Tensor, data: Pending, scales: Pending | None, by_nccl: bool) -> None:
-        """``scale_inv``: of the local rows. ``scales`` is None where all ranks have the same; ``by_nccl``: torch's
-        collective gathers them. The local bytes are not kept: the gather does so where it needs them.
-        """
-        self._scale_inv, self._data, self._scales, self._by_nccl = scale_inv, data, scales, by_nccl
-        self.send = data.send
+    def send(self) -> None:
+        """Begin the transfers of a gather that was held."""
+        self._data.send()
 
     def settle(self) -> None:
         """Finish the gather of scales by NCCL, which needs SMs, if a fused kernel that waits for its peers comes next
@@ -89,7 +88,7 @@ def gather(
     stay as well.
     """
     scales, by = None, "reference"
-    if rows.in_blocks:
+    if rows.scale_inv.dim() == 2:  # in blocks
         if backend != "auto" and registry.get_backend(backend).gathers_stay:
             by = backend
         scales = ops.all_gather(rows.scale_inv, group, backend=by)

@@ -5,9 +5,9 @@ costs more than the memory: ``tp`` times the rank's shard, from forward to backw
 Measured on two H100s over the host link (results/keep-gathered-h100x2): 11.17 ms a layer kept, 12.05 gathered again.
 
 Contract
-    * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it
-      chooses among these), and only where backward would gather the same numbers: both directions are exact, or have
-      the same 8-bit wire. Where the tuner may take an 8-bit wire for activations, either is as good.
+    * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it chooses among these),
+      and only where backward would gather the same numbers: both directions are exact, or have the same 8-bit wire.
+      Where the tuner may take an 8-bit wire for activations, either is as good.
     * By default it is on where the link is slower than the GEMM: where ``chunked`` runs, or the tuner that may take it,
       and there is no NVLink.
     * Nothing is kept without a graph, for a frozen weight, in CUDA graphs, or under hooks on saved tensors (offloading,
@@ -17,9 +17,9 @@ Contract
       through a retained graph gathers.
 
 Budget
-    In bytes, as given. By default, on a GPU, nothing is kept before an optimizer of torch's kind has made a step behind
-    this group's first forward: memory that is free earlier may become the optimizer's. By then a whole step has run,
-    and a quarter of what nothing has needed in it is the budget. On CPUs there is no limit.
+    In bytes, as given. On CPUs there is no limit by default. On a GPU nothing is kept by default before an optimizer of
+    torch's kind has made a step behind this group's first forward, since memory that is free earlier may become the
+    optimizer's. Then a quarter of what nothing has needed in that step is the budget.
 
     All ranks of a group must decide alike, or one of them would wait in a gather for peers that have kept. So the
     budget is agreed once (the least that any rank grants), and the bytes in use are counted by what all ranks do alike:
@@ -44,14 +44,11 @@ from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.layers.precision import LinearState
-from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.cuda_graphs import capturing
-
-_OWN_MEMORY = (ReferenceBackend, ChunkedBackend)
 
 
 @dataclass(eq=False)
@@ -92,10 +89,9 @@ class _Ledger:
         self.budget_bytes: int | None = None  # None: not agreed yet
         self.first_step = self.step = _optimizer_steps()[0]
         self.count = 0  # of times that reserved_bytes began at zero
-        self.reserved_bytes = 0
-        self.peak_bytes = 0  # of reserved_bytes since :func:`reset_peak`
+        self.reserved_bytes = self.peak_bytes = 0  # the peak: since reset_peak()
         self.num_kept = self.num_denied = 0
-        self.alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[Kept] = weakref.WeakSet()  # what this rank holds
 
     def reserve(self, nbytes: int, x: torch.Tensor, requested: int | None, group: dist.ProcessGroup) -> Kept | None:
         """Reserve ``nbytes``; None if there is no room. Collective when the budget is agreed."""
@@ -104,7 +100,7 @@ class _Ledger:
             self.requested_bytes, self.budget_bytes, self.first_step, self.step = requested, None, step, -1
         if step != self.step:
             self.step, self.reserved_bytes, self.count = step, 0, self.count + 1
-        if self.budget_bytes is None and (self._known_at_once(x) or step != self.first_step):
+        if self.budget_bytes is None and (requested is not None or not x.is_cuda or step != self.first_step):
             self.budget_bytes = min(of_all_ranks(self._offer(x), group, "room to keep inputs"))
         if self.reserved_bytes + nbytes > (self.budget_bytes or 0):
             self.num_denied += 1
@@ -116,35 +112,16 @@ class _Ledger:
         self.alive.add(kept)
         return kept
 
-    def alive_bytes(self) -> int:
-        """Return the bytes that this rank holds."""
-        return sum(kept.nbytes for kept in self.alive)
-
-    def release(self) -> int:
-        """See :func:`release`."""
-        freed = self.alive_bytes()
-        for kept in list(self.alive):
-            kept.gathered = None
-        self.alive.clear()
-        self.reserved_bytes, self.count = 0, self.count + 1
-        return freed
-
-    def _known_at_once(self, x: torch.Tensor) -> bool:
-        return self.requested_bytes is not None or not x.is_cuda
-
     def _offer(self, x: torch.Tensor) -> int:
         """Return the bytes that this rank can grant: its budget less that of other groups."""
-        if self.requested_bytes is None and not x.is_cuda:
+        budget = self.requested_bytes
+        if budget is None and not x.is_cuda:
             return sys.maxsize
-        budget = _never_needed(x.device) // 4 if self.requested_bytes is None else self.requested_bytes
+        if budget is None:  # of what is free and was not held at the peak of torch's allocator either
+            free, _ = torch.cuda.mem_get_info(x.device)
+            budget = (free + torch.cuda.memory_reserved(x.device) - torch.cuda.max_memory_reserved(x.device)) // 4
         others = (one for one in _ledgers() if one is not self and one.requested_bytes == self.requested_bytes)
         return max(0, budget - sum(one.budget_bytes or 0 for one in others))
-
-
-def _never_needed(device: torch.device) -> int:
-    """Return the bytes of the GPU that are free now and that torch's allocator has not held at its peak either."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_reserved(device)
 
 
 def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: int | None) -> Kept | None:
@@ -158,8 +135,8 @@ def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: i
         return None
     state = state_of(group)
     # Asked once, as backends are: it takes longer than a launch.
-    wire, dtype = linear.wires.activations, linear.precision.gathered_dtype or x.dtype
-    key = ("keep_gathered", linear.backends, wire, wanted, dtype, x.device, weight.is_contiguous())
+    dtype = linear.precision.gathered_dtype or x.dtype
+    key = ("keep_gathered", linear.backends, linear.wires.activations, wanted, dtype, x.device, weight.is_contiguous())
     worth = state.chosen.get(key)
     if worth is False or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or capturing(x):
         return None
@@ -175,35 +152,6 @@ def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: i
     return state.kept.reserve(group.size() * x.numel() * dtype.itemsize, x, budget, group)
 
 
-def _ledgers() -> list[_Ledger]:
-    return [state.kept for state in all_states() if state.kept is not None]
-
-
-def report() -> dict[str, int]:
-    """Return ``inputs`` kept now and their ``bytes``, ``peak_bytes`` since :func:`reset_peak`, how many were kept in
-    ``total``, and for how many there was ``no_room``; in this process.
-    """
-    ledgers = _ledgers()
-    return {
-        "inputs": sum(len(ledger.alive) for ledger in ledgers),
-        "bytes": sum(ledger.alive_bytes() for ledger in ledgers),
-        "peak_bytes": sum(ledger.peak_bytes for ledger in ledgers),
-        "total": sum(ledger.num_kept for ledger in ledgers),
-        "no_room": sum(ledger.num_denied for ledger in ledgers),
-    }
-
-
-def release() -> int:
-    """Drop all kept inputs and return their bytes; their backwards gather instead. All ranks of a group do so."""
-    return sum(ledger.release() for ledger in _ledgers())
-
-
-def reset_peak() -> None:
-    """Start the peak of :func:`report` anew from what is kept now."""
-    for ledger in _ledgers():
-        ledger.peak_bytes = ledger.alive_bytes()
-
-
 def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None) -> bool:
     """Return True if forward returns memory of the caller's own, with the numbers that wgrad would gather, over a slow
     link or for a user who asks for it.
@@ -213,7 +161,7 @@ def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None)
     forward = registry.resolve(linear.backends.forward, x, linear.parameter, group)[0]
     wgrad = registry.resolve(linear.backends.wgrad, x, None, group)[0]
     slow = isinstance(forward, ChunkedBackend | TunedBackend)
-    if not slow and not (wanted and isinstance(forward, _OWN_MEMORY)):
+    if not slow and not (wanted and isinstance(forward, ReferenceBackend)):
         return False
     link = links.probe(group, x.device) if slow or isinstance(wgrad, TunedBackend) else None
     if link is not None and link.is_nvlink and not wanted:
@@ -221,11 +169,43 @@ def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None)
     by_chunks = links.by_chunks(link)
     if isinstance(forward, TunedBackend) and not by_chunks:
         return False
-    return _wire_of(forward, wire, by_chunks) == _wire_of(wgrad, wire, by_chunks)
+    # Where the tuner chooses, any gather may have an 8-bit wire, or none.
+    tuned = EXACT if not by_chunks or wire == EXACT else f"{wire} or not"
+    of_forward, of_wgrad = (tuned if isinstance(one, TunedBackend) else one.wire for one in (forward, wgrad))
+    return of_forward == of_wgrad
 
 
-def _wire_of(backend: Backend, wire: str, by_chunks: bool) -> str:
-    """Return the wire format of the backend's gathers."""
-    if isinstance(backend, TunedBackend):
-        return EXACT if not by_chunks or wire == EXACT else f"{wire} or not"
-    return backend.wire
+def _ledgers() -> list[_Ledger]:
+    return [state.kept for state in all_states() if state.kept is not None]
+
+
+def report() -> dict[str, int]:
+    """Return ``inputs`` kept now and their ``bytes``, ``peak_bytes`` since :func:`reset_peak`, how many were kept in
+    ``total``, and for how many there was ``no_room``; in this process.
+    """
+    ledgers = _ledgers()
+    alive = [kept for ledger in ledgers for kept in ledger.alive]
+    return {
+        "inputs": len(alive),
+        "bytes": sum(kept.nbytes for kept in alive),
+        "peak_bytes": sum(ledger.peak_bytes for ledger in ledgers),
+        "total": sum(ledger.num_kept for ledger in ledgers),
+        "no_room": sum(ledger.num_denied for ledger in ledgers),
+    }
+
+
+def release() -> int:
+    """Drop all kept inputs and return their bytes; their backwards gather instead. All ranks of a group do so."""
+    freed = report()["bytes"]
+    for ledger in _ledgers():
+        for kept in list(ledger.alive):
+            kept.gathered = None
+        ledger.alive.clear()
+        ledger.reserved_bytes, ledger.count = 0, ledger.count + 1
+    return freed
+
+
+def reset_peak() -> None:
+    """Start the peak of :func:`report` anew from what is kept now."""
+    for ledger in _ledgers():
+        ledger.peak_bytes = sum(kept.nbytes for kept in ledger.alive)

@@ -4,17 +4,15 @@ Contract: all ranks of the group call forward and backward in the same order. Fo
 backward (pipeline warm-up, activation recompute): only the saved tensors tie them together.
 
 Order in the column layer's backward, so that each transfer has a GEMM to hide behind: gather of ``x`` | dgrad GEMM and
-its reduce-scatter | wgrad GEMM. The gather has begun earlier if a row-parallel layer followed this one: the row layer's
-backward gathers ``dy`` once, inside the dgrad operator, reuses it for wgrad, and behind dgrad starts the gather that
-the column layer before it will need (:mod:`layers.prefetch`).
+its reduce-scatter | wgrad GEMM. If a row-parallel layer followed this one in forward, that gather has begun behind the
+row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`).
 
 Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
 ranks, the latter while wgrad runs; the other two are GEMMs of this rank alone.
 
-With a norm before the column layer's gather (TransformerEngine's LayerNormLinear) norm and linear are one autograd
-function, which saves the host the second one's bookkeeping. The norm is computed once, on the rank's shard. Saved for
-backward: the norm's input and statistics, and its output (the shard; nothing gathered). The caller supplies the norm's
-arithmetic (:class:`~layers.precision.Norm`), so that a patched layer runs the kernels of the stock one.
+A norm before the column layer's gather (TransformerEngine's LayerNormLinear) is part of its autograd function, which
+saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by arithmetic that the caller
+supplies (:class:`~layers.precision.Norm`): that of the stock layer's kernels.
 
 Such a layer can return the norm's output too (``returned``), for adapters that read it:
 
@@ -24,8 +22,8 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
                 with all ranks' rows       both are added, and scattered once (the addend of gemm_reduce_scatter)
 ==============  =========================  ============================================================================
 
-    * The gathered output belongs to the caller (``own_gathered`` of the operators): memory of the group is reused two
-      calls later, and what adapters save must stay. The layer itself does not keep it: wgrad gathers the saved shard.
+    * The gathered output belongs to the caller (``own_gathered`` of the operators): what adapters save must stay. The
+      layer itself does not keep it: wgrad gathers the saved shard.
     * In FP8 bytes are gathered for the GEMM, and the numbers before them for the caller, by a gather that begins first
       and runs beside the GEMM.
     * Without sequence parallelism the norm's output is whole on every rank, and so is its gradient: ``"local"``.
@@ -33,7 +31,7 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
 The precision supplies the operands (:mod:`layers.precision`). In FP8
     * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
       bf16;
-    * FP8 operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
+    * operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
       ``dy``, which ranks transpose before the gather or behind it (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
       parallelism, forward of a column-parallel layer and dgrad of a row-parallel one;
@@ -42,9 +40,9 @@ The precision supplies the operands (:mod:`layers.precision`). In FP8
       first, beside dgrad, in memory that the gather of the column-parallel layer's ``x`` leaves alone;
     * gathered inputs are kept (``keep_gathered``) as bytes, where wgrad needs the same: with one scale, not in blocks.
 
-Where no gradient is wanted (``torch.inference_mode()``, ``torch.no_grad()``) a layer is its operator alone: no autograd
-function, nothing saved, kept or registered. It still ends an earlier layer's registration for prefetch: the first pass
-of recomputed layers is such a forward, and no pair reaches across it.
+Where no gradient is wanted a layer is its operator alone: no autograd function, nothing saved, kept or registered. It
+still ends an earlier layer's registration for prefetch: the first pass of recomputed layers is such a forward, and no
+pair reaches across it.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.config import ALL_EXACT, Backends, Wires
 from megatron_flux.layers import keep, prefetch
 from megatron_flux.layers.backward import any_autocast, autocast_of, first_derivative_only, rows, unread_gradient
-from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Norm, Precision
+from megatron_flux.layers.precision import EXACT, DelayedWgrad, LinearState, Precision, WeightedNorm
 from megatron_flux.layers.prefetch import ColumnState, Returned
 from megatron_flux.ops.backend import shaped
 
@@ -97,11 +95,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         linear: ColumnState,
     ) -> Any:
         precision = linear.precision
-        local_x, multiplied, saved = precision.operands(x, weight, linear.norm, norm_weight, norm_bias)
+        norm: Any = None if linear.norm is None else (linear.norm, norm_weight, norm_bias)
+        local_x, multiplied, normed, saved = precision.operands(x, weight, norm)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         prefetch.register(ctx, linear)
-        result = _column(linear, local_x, multiplied, bias, x.shape)
+        result = _column(linear, local_x, multiplied, normed, bias, x.shape)
         if linear.returned is not None:
             ctx.set_materialize_grads(False)  # an output that nobody read costs nothing
             ctx.y_shape = result[0].shape
@@ -117,7 +116,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             assert d_norm_output is not None  # noqa: S101 - autograd calls with one of them
             dy = d_norm_output.new_zeros(ctx.y_shape)
         addend = None
-        if linear.gathers_norm_output and d_norm_output is not None:
+        if linear.returned == "gathered" and linear.sequence_parallel and d_norm_output is not None:
             addend, d_norm_output = rows(d_norm_output), None
         precision: Precision = linear.precision
         backend, how = linear.backends.dgrad, precision.dgrad_options
@@ -146,7 +145,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             pending = ops.gemm_all_reduce(local_dy, weight, linear.group, async_op=beside, backend=backend, **how)
         local_dy = weight = addend = None  # backward's memory peaks in wgrad: free what it does not read
         if need_dw:
-            whole_x = precision.column_operand(saved, whole_x)
+            whole_x, dy_for_wgrad = precision.wgrad_operands(saved, whole_x, dy_for_wgrad)
             dw = precision.wgrad(linear, whole_x, dy_for_wgrad)
         if deferred:
             dw = unread_gradient(linear.parameter, dy.dtype)
@@ -167,13 +166,14 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return dx, norm_dw, norm_db, dw, db, None
 
 
-def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor | None, shape: torch.Size) -> Any:
+def _column(
+    linear: ColumnState, local_x: Any, weight: Any, norm_output: Any, bias: torch.Tensor | None, shape: torch.Size
+) -> Any:
     """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``linear.kept``. With ``linear.returned``
     the result is a pair of ``y`` and the norm's output.
     """
     precision, group, kept, returned = linear.precision, linear.group, linear.kept, linear.returned
     backend, wire = linear.backends.forward, linear.wires.activations
-    norm_output = None if returned is None else precision.norm_output(local_x)
     if not linear.sequence_parallel:
         y = precision.multiply(local_x, weight, bias, dgrad=False)
         y = y if y.dim() == len(shape) else shaped(y, (*shape[:-1], y.shape[-1]))
@@ -181,7 +181,7 @@ def _column(linear: ColumnState, local_x: Any, weight: Any, bias: torch.Tensor |
     gathers_output, pending = returned == "gathered", None
     own = gathers_output and precision.gathered_dtype is None  # the GEMM's operand is the norm's output
     try:
-        if norm_output is not None and gathers_output and not own:
+        if gathers_output and not own:
             pending = ops.all_gather(norm_output, group, own_gathered=True, backend=backend, wire=wire)
         y = ops.all_gather_gemm(
             local_x, weight, group, bias=bias, epilogue_bias=precision.epilogue_bias,
@@ -218,7 +218,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, linear: LinearState) -> torch.Tensor:
         precision = linear.precision
-        operand, multiplied, saved = precision.operands(x, weight, None, None, None)
+        operand, multiplied, _, saved = precision.operands(x, weight)
         ctx.save_for_backward(*saved)
         ctx.linear, ctx.shape = linear, x.shape
         ctx.column = prefetch.take(linear.group)
@@ -237,7 +237,7 @@ class _RowParallelLinear(torch.autograd.Function):
         if need_dx and whole:
             dx = precision.multiply(local_dy, weight, None, dgrad=True)
         elif need_dx:
-            pending = precision.begin_dy(dy_for_wgrad, linear) if need_dw else None
+            pending = precision.hold_dy(dy_for_wgrad, linear) if need_dw else None
             if pending is not None:
                 dy_for_wgrad = None  # the local shard goes before dgrad
             whole = precision.serves_wgrad and need_dw and pending is None
@@ -255,9 +255,9 @@ class _RowParallelLinear(torch.autograd.Function):
             if pending is not None:
                 dy_for_wgrad = pending.wait()
             elif not whole:
-                dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear)
+                dy_for_wgrad = precision.gather_dy(dy_for_wgrad, linear).wait()
             pending = None
-            x, dy_for_wgrad = precision.row_operands(saved, dy_for_wgrad)  # with no local shard beside the gathered dy
+            x, dy_for_wgrad = precision.wgrad_operands(saved, None, dy_for_wgrad)  # no local shard is beside it now
         if need_dx and linear.sequence_parallel and ctx.column is not None:
             ctx.column.prefetch()
         if need_dw:
@@ -306,7 +306,7 @@ def column_parallel_linear(
     *,
     sequence_parallel: bool = True,
     reduce_dgrad: bool = True,
-    norm: tuple[Norm, torch.Tensor, torch.Tensor | None] | None = None,
+    norm: WeightedNorm | None = None,
     returned: Returned | None = None,
     gradient_accumulation_fusion: bool = False,
     overwrite_main_grad: bool = False,
@@ -354,13 +354,12 @@ def column_parallel_linear(
     autocast = autocast_of(x) if any_autocast() else None
     linear = ColumnState(
         weight, main_grad, overwrite_main_grad, group, backends, wires, autocast, sequence_parallel, precision, delayed,
-        norm=kernels,
+        norm=kernels, reduce_dgrad=reduce_dgrad, returned=returned, deferred=deferred,
     )  # fmt: skip
-    linear.reduce_dgrad, linear.returned, linear.deferred = reduce_dgrad, returned, deferred
     if not torch.is_grad_enabled():
         state_of(group).column = None
-        local_x, multiplied, _ = precision.operands(x, weight, kernels, norm_weight, norm_bias)
-        return _column(linear, local_x, multiplied, bias, x.shape)
+        local_x, multiplied, normed, _ = precision.operands(x, weight, norm)
+        return _column(linear, local_x, multiplied, normed, bias, x.shape)
     if sequence_parallel and deferred is None:
         if precision.serves_wgrad and returned != "gathered":
             linear.kept = keep.reserve(x, linear, keep_gathered, keep_gathered_bytes)
@@ -395,6 +394,6 @@ def row_parallel_linear(
     )
     if not torch.is_grad_enabled():
         state_of(group).column = None
-        operand, multiplied, _ = precision.operands(x, weight, None, None, None)
+        operand, multiplied, *_ = precision.operands(x, weight)
         return _row(linear, operand, multiplied, x.shape)
     return _RowParallelLinear.apply(x, weight, linear)

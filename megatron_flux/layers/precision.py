@@ -10,8 +10,9 @@ None without a norm), then the precision's own, its ``x`` first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,37 +25,28 @@ Saved = tuple[Any, ...]
 """Tensors or None."""
 
 
-class Norm(Protocol):
+class Norm(NamedTuple):
     """A norm over the last dimension; ``m`` rows of ``k``. The mean is None where the norm has none."""
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """``x`` ``[m, k]``, ``weight`` and ``bias`` ``[k]`` -> output ``[m, k]``, mean ``[m]``, 1/deviation ``[m]``.
-
-        In FP8 with the quantizer of the output as one more argument.
-        """
-
-    def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor | None,
-        reciprocal_deviation: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``dy`` ``[m, k]`` -> gradients of ``x`` ``[m, k]``, of the weight ``[k]`` and of the bias ``[k]`` or None."""
+    forward: Callable[..., Any]
+    """``x`` ``[m, k]``, weight and bias ``[k]`` -> output ``[m, k]``, mean and 1/deviation ``[m]``. In FP8 with the
+    quantizer of the output as one more argument.
+    """
+    backward: Callable[..., Any]
+    """``dy`` and ``x`` ``[m, k]``, weight, mean, 1/deviation -> gradients of ``x``, of the weight, of the bias or None.
+    """
 
 
-class DelayedWgrad(Protocol):
-    """Takes wgrad's operands in backward, and computes it when its owner says so."""
+WeightedNorm = tuple[Norm, torch.Tensor, torch.Tensor | None]
+"""A norm, its weight ``[k]``, and its bias ``[k]`` or None."""
 
-    def put(self, linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
-        """Keep ``x`` and ``dy``, which no later call overwrites; return backward's result for the weight.
+DelayedWgrad = Callable[["LinearState", Any, Any, bool], torch.Tensor | None]
+"""Takes wgrad's operands in backward, computes it when its owner says so, and returns backward's result for the weight.
 
-        They are ``[m, k]`` and ``[m, n]``, or as the precision's GEMM takes them. A bias that the layer adds gets its
-        gradient there too, unless quantising ``dy`` has given it.
-        """
+Arguments: the layer; ``x`` and ``dy``, ``[m, k]`` and ``[m, n]`` or as the precision's GEMM takes them, which no later
+call overwrites; whether the GEMM splits its sums. A bias that the layer adds gets its gradient there too, unless
+quantising ``dy`` has given it.
+"""
 
 
 @dataclass(slots=True)
@@ -110,30 +102,19 @@ class Precision:
         self.dgrad_options: dict[str, Any] = {"transposed": True}
 
     def operands(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: Norm | None,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-    ) -> tuple[Any, Any, Saved]:
-        """Return the local ``x`` (behind its norm) and the weight for forward, and ``saved``."""
+        self, x: torch.Tensor, weight: torch.Tensor, norm: WeightedNorm | None = None
+    ) -> tuple[Any, Any, torch.Tensor | None, Saved]:
+        """Return the local ``x`` (behind its norm) and the weight for forward, the norm's output ``[s, b, k]``, and
+        ``saved``. The output may be a saved tensor: to change it in place is an error in backward.
+        """
         # A frozen weight needs no x in backward: not saving it frees the activation.
         if norm is None:
-            return x, weight, (None, None, None, None, x if weight.requires_grad else None, weight)
-        assert norm_weight is not None  # noqa: S101 - of a norm
-        flat = x.contiguous().view(-1, x.shape[-1])
-        normed, mean, reciprocal_deviation = norm.forward(flat, norm_weight, norm_bias)
+            return x, weight, None, (None, None, None, None, x if weight.requires_grad else None, weight)
+        flat, (kernels, norm_weight, norm_bias) = x.contiguous().view(-1, x.shape[-1]), norm
+        normed, mean, reciprocal_deviation = kernels.forward(flat, norm_weight, norm_bias)
         normed = normed.view(x.shape)
         saved = normed if weight.requires_grad else None
-        return normed, weight, (flat, norm_weight, mean, reciprocal_deviation, saved, weight)
-
-    def norm_output(self, x: Any) -> torch.Tensor:
-        """Return the output of the norm ``[s, b, k]`` that :meth:`operands` has computed; ``x``: its first result.
-
-        It may be a saved tensor: to change it in place is an error in backward.
-        """
-        return x
+        return normed, weight, normed, (flat, norm_weight, mean, reciprocal_deviation, saved, weight)
 
     def gradient(self, dy: torch.Tensor, saved: Saved, need_dx: bool, need_db: bool) -> tuple[Any, Any, Any, Any]:
         """Return ``dy`` and the weight for dgrad, the local ``dy`` for wgrad, and ``db`` if it comes of quantising
@@ -161,26 +142,22 @@ class Precision:
             own_gathered=linear.own_gathered,
         )  # fmt: skip
 
-    def column_operand(self, saved: Saved, gathered: Any) -> Any:
-        """Return a column-parallel layer's ``x`` for wgrad: the gathered one, or the local one if that is None."""
-        return saved[4] if gathered is None else gathered
-
-    def begin_dy(self, dy: Any, linear: LinearState) -> Any:
+    def hold_dy(self, dy: Any, linear: LinearState) -> Any:
         """Begin to gather a row-parallel layer's ``dy`` for wgrad before dgrad, and hold the transfers back: ``send()``
         of the result belongs behind dgrad's call. None: dgrad's gather serves, or :meth:`gather_dy`.
         """
         return None
 
     def gather_dy(self, dy: Any, linear: LinearState) -> Any:
-        """Gather a row-parallel layer's ``dy`` for wgrad, where dgrad has not."""
+        """Start gathering a row-parallel layer's ``dy`` for wgrad, where dgrad has not."""
         return ops.all_gather(
             dy, linear.group, backend=linear.backends.wgrad, wire=linear.wires.gradients,
             own_gathered=linear.own_gathered,
-        ).wait()  # fmt: skip
+        )  # fmt: skip
 
-    def row_operands(self, saved: Saved, dy: Any) -> tuple[Any, Any]:
-        """Return a row-parallel layer's ``x`` and ``dy`` for wgrad; all rows of ``dy`` are given."""
-        return saved[4], dy
+    def wgrad_operands(self, saved: Saved, x: Any, dy: Any) -> tuple[Any, Any]:
+        """Return ``x`` and ``dy`` for wgrad, all rows of which are given; None: the local ``x`` has all."""
+        return saved[4] if x is None else x, dy
 
     def wgrad(self, linear: LinearState, x: Any, dy: Any) -> torch.Tensor | None:
         """Return the weight's gradient ``[n, k]``. With ``main_grad`` it is added there, and backward returns a tensor
@@ -189,7 +166,7 @@ class Precision:
         main_grad = linear.main_grad
         if linear.delayed is not None:
             # Detached: what waits in a queue keeps no graph alive.
-            return linear.delayed.put(linear, rows(x).detach().contiguous(), rows(dy).detach().contiguous(), True)
+            return linear.delayed(linear, rows(x).detach().contiguous(), rows(dy).detach().contiguous(), True)
         if main_grad is None:
             return dy.reshape(-1, dy.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
         if linear.overwrite_main_grad:

@@ -1,9 +1,9 @@
 """Prefetch a column-parallel layer's gathered input for its wgrad, before backward comes to that layer.
 
 Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter; where the link
-binds, both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it, and forward
-tells which layer backward comes to next: the column-parallel one that ran before. So the row layer's backward starts
-that gather when its own dgrad is enqueued.
+binds, both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it. So the row
+layer's backward starts that gather when its own dgrad is enqueued, for the column-parallel layer that ran before it in
+forward and comes next in backward.
 
 Measured on four H200s (results/layer-h200x4-ahead): 37.58 -> 37.17 ms per layer of GPT-3 175B, 18.75 -> 18.44 of
 Llama-70B; on two that emulate eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
@@ -13,16 +13,14 @@ Contract
     * Forward: a column layer registers itself (:func:`register`), the next row layer of the same group takes it
       (:func:`take`). Whatever pairs they make, results are the same: a column layer that finds its input not gathered
       gathers it itself.
-    * All ranks of a group run the same layers in the same order, and so make the same pairs and the same gathers in the
-      same order.
+    * All ranks of a group run the same layers in the same order, and so make the same gathers in the same order.
     * A gathered input is valid until the group's next all_gather begins (:func:`megatron_flux.ops.all_gather`); after
       that it is gathered again (:meth:`ColumnState.gathered`).
 
 Hazards
     * Saved tensors may be unpacked once only (``torch.utils.checkpoint`` without reentrance), and the layer's own
-      backward needs them too: they are held here in between.
-    * Where hooks are in place (offloading, checkpoints) unpacking must happen when they expect it: such layers do not
-      register.
+      backward needs them too: they are held here in between. Where hooks are in place (offloading, checkpoints)
+      unpacking must happen when they expect it: such layers do not register.
     * A pair must keep no activation alive: the row layer holds what belongs to the weight, and a weak reference. (If
       the column layer's backward never comes, the input that was gathered for it lives until the group's next gather.)
     * A weak reference may still be alive on some ranks only, where a graph waits for the garbage collector. The two
@@ -30,8 +28,8 @@ Hazards
       between, or a forward that fails, ends the registration (:func:`clear`), so that no pair reaches across graphs.
     * A CUDA graph that holds the row layer's backward must hold the column layer's too, or capture ends with an error:
       what was begun in it must end in it. In Megatron's graphs both are parts of one transformer layer.
-    * With torch's collectives the gathered input is memory of its own, which lives from the row layer's dgrad to the
-      column layer's wgrad.
+    * With torch's collectives the gathered input is memory of its own, from the row layer's dgrad to the column
+      layer's wgrad.
 """
 
 from __future__ import annotations
@@ -72,11 +70,6 @@ class ColumnState(LinearState):
     _begun: int = 0
     kept: Kept | None = None
     """The ``x`` that forward has gathered and kept; nothing is gathered then."""
-
-    @property
-    def gathers_norm_output(self) -> bool:
-        """True if the norm's output was returned gathered: ranks have parts of its gradient."""
-        return self.returned == "gathered" and self.sequence_parallel
 
     def saved_tensors(self, ctx: Any) -> Saved:
         """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the

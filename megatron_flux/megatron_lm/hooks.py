@@ -23,7 +23,7 @@ import wrapt
 from megatron_flux.errors import UnsupportedVersionError
 from megatron_flux.megatron_lm.start import add_arguments, add_from_command_line, install
 from megatron_flux.megatron_lm.training_log import log
-from megatron_flux.patch import by_variable, first_linear
+from megatron_flux.patch import first_linear
 
 _registered = False
 
@@ -33,7 +33,7 @@ def register() -> None:
     global _registered
     if not _registered:
         _registered = True
-        first_linear.watch(by_variable.switch_on)
+        first_linear.watch()
         for module in _WRAPPED:
             wrapt.register_post_import_hook(_wrap, module)
 

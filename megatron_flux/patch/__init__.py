@@ -7,6 +7,6 @@ run flux. Nothing here imports megatron-core before one of these is called.
 Reading order: ``patcher`` (install and undo), ``spec`` (subclasses), ``layer_options`` (single layers),
 ``megatron_core`` (differences between releases), ``linears`` (the replaced methods), ``reasons`` (when a call runs
 stock), ``originals`` (objects exchanged by other libraries), ``te_seam`` and ``te_fp8`` (assumptions about
-TransformerEngine), ``adapters`` (LoRA of known frameworks), ``tuning``, ``first_linear`` and ``by_variable``
+TransformerEngine), ``adapters`` (LoRA of known frameworks), ``tuning``, and ``first_linear``
 (``MEGATRON_FLUX=1`` outside of Megatron-LM).
 """

@@ -37,6 +37,7 @@ from megatron_flux.config import Backends
 from megatron_flux.layers.adapter import Adapter, adapted
 from megatron_flux.patch import seams
 from megatron_flux.patch.linears import LinearPatch
+from megatron_flux.patch.megatron_core import linear_classes
 from megatron_flux.patch.reasons import backends_of
 
 logger = logging.getLogger("megatron_flux")
@@ -123,9 +124,8 @@ def forward_of(
     linears: LinearPatch, form_of: Callable[[Any], Form | None], stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the replacement of a wrapper's ``forward``."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    kinds = {False: (ColumnParallelLinear, ColumnParallelLinear), True: (RowParallelLinear, ColumnParallelLinear)}
+    classes = linear_classes()
+    kinds = {row: (classes["row" if row else "column"], classes["column"]) for row in (False, True)}
 
     def forward(wrapper: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         form = form_of(wrapper)

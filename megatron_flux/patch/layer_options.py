@@ -10,7 +10,7 @@ import torch
 from megatron_flux.config import STOCK, Backends
 from megatron_flux.errors import UserError
 from megatron_flux.ops import backend_names
-from megatron_flux.patch.megatron_core import LINEARS
+from megatron_flux.patch.megatron_core import is_linear
 from megatron_flux.patch.reasons import CHOICE
 from megatron_flux.settings import one_queue
 
@@ -83,7 +83,7 @@ def linears_of(model: Model) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the tensor-parallel linears, subclasses too, by the names that users know."""
     for chunk in chunks_of(model):
         for name, module in chunk.named_modules():
-            if any(f"{c.__module__}:{c.__qualname__}" in LINEARS for c in type(module).__mro__):
+            if is_linear(module):
                 # Without the names of DistributedDataParallel and Float16Module.
                 yield name.removeprefix("module.").removeprefix("module."), module
 

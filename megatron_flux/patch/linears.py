@@ -11,27 +11,22 @@
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
-megatron-core's inference-optimized layers inherit from the last three and have a ``forward`` of their own, with its own
-kernels. They run it, counted as stock; the replacement is there to count. So is that of MLPs that TransformerEngine's
-op fuser runs: it takes the parameters of their linears and does not call them.
-
-Every path to stock (:mod:`megatron_flux.patch.reasons`) goes through :meth:`LinearPatch.runs_stock`: a silent fallback
-could not be told from the feature working.
+Two other ``forward`` run stock, and are replaced to count that: of megatron-core's inference-optimized layers, which
+inherit from the last three and have their own kernels, and of MLPs that TransformerEngine's op fuser runs, which take
+the parameters of their linears and do not call them. Every path to stock (:mod:`megatron_flux.patch.reasons`) goes
+through :meth:`LinearPatch.runs_stock`: a silent fallback could not be told from the feature working.
 
 What stock's ``forward`` over TransformerEngine does besides its work is done here too: it ends the layer's first
 micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add,
-and the norm's output where adapters have asked for it.
+and the norm's output where adapters have asked for it. Of one that is returned gathered, TransformerEngine drops the
+gradient: all that lies before an adapter misses its part. Flux adds it, so that gradients are those of TP 1, and differ
+from stock's. That is logged once; such layers are counted.
 
-Of a norm output that is returned gathered, TransformerEngine drops the gradient: all that lies before an adapter misses
-its part. Flux adds it, so that gradients are those of TP 1, and differ from stock's. That is logged once; such layers
-are counted.
 In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
 ``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
 captures; a stock layer's graph then replaces what earlier micro-batches have added (TransformerEngine pull request
-2715).
-
-Where a layer's configuration asks for Megatron's CUDA graphs, its first call switches the operators of this process to
-the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
+2715). The first call of a layer whose configuration asks for Megatron's CUDA graphs switches the operators of this
+process to the mode of captured calls (:mod:`ops.cuda_graphs`): Megatron captures when it likes, and warms up by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,17 +44,8 @@ from megatron_flux.config import STOCK, FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.layers import column_parallel_linear, prefetch, row_parallel_linear
 from megatron_flux.ops import cuda_graphs
-from megatron_flux.patch.reasons import (
-    CHOSEN,
-    INFERENCE_OPTIMIZED,
-    OP_FUSER,
-    TE_NORM_COLUMN,
-    TE_ROW,
-    StockReasons,
-    asks_for_graphs,
-    backends_of,
-    set_on,
-)
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW
+from megatron_flux.patch.reasons import CHOSEN, StockReasons, asks_for_graphs, backends_of, set_on
 from megatron_flux.patch.te_seam import TransformerEngine
 
 logger = logging.getLogger("megatron_flux")
@@ -79,10 +65,10 @@ class LinearPatch(StockReasons):
         self.fallbacks: Counter[tuple[str, str]] = Counter()  # calls that ran stock, by kind of layer and reason
         self.cuda_graphs = False
         """True once a layer that has run flux asks for CUDA graphs: its replayed calls are not seen here."""
-        self.gradient_added: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Layers that have run flux and returned the norm's output gathered, whose gradient stock's would drop."""
-        self.gradient_dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Such layers that have run stock."""
+        self.norm_gradients: dict[str, weakref.WeakSet[torch.nn.Module]] = {
+            name: weakref.WeakSet() for name in ("added", "dropped")
+        }
+        """Layers that have returned the norm's output gathered: its gradient was added by flux, dropped by stock."""
         self._active: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._stock: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # the last reason
 
@@ -173,22 +159,17 @@ class LinearPatch(StockReasons):
                 return stock(layer, x, *args, **kwargs)
             self.activate(layer)
             first, fp8 = layer.is_first_microbatch, self.runs_fp8()
+            bias = layer.bias if layer.apply_bias else None
+            replaces = first and not layer.disable_parameter_transpose_cache and capture_id(x) is None
             options = {
                 "sequence_parallel": layer.sequence_parallel,
                 "gradient_accumulation_fusion": layer.fuse_wgrad_accumulation,
                 "overwrite_main_grad": (
-                    (
-                        first
-                        and not layer.disable_parameter_transpose_cache
-                        and capture_id(x) is None
-                        and not (fp8 and self.te.fp8.captured())
-                    )
-                    or getattr(weight, "overwrite_main_grad", False)
+                    (replaces and not (fp8 and self.te.fp8.captured())) or getattr(weight, "overwrite_main_grad", False)
                 ),
                 "backend": backends,
+                "delayed": self.te.delayed(layer, None if fp8 or kind == TE_ROW else bias),
             }
-            bias = layer.bias if layer.apply_bias else None
-            options["delayed"] = self.te.delayed(layer, None if fp8 or kind == TE_ROW else bias)
             linear: Any = row_parallel_linear
             operands: tuple[Any, ...] = weight, layer.tp_group
             if kind != TE_ROW:
@@ -197,11 +178,11 @@ class LinearPatch(StockReasons):
             if kind == TE_NORM_COLUMN:
                 options["norm"] = self.te.norm(layer), layer.layer_norm_weight, layer.layer_norm_bias
                 options["returned"] = returned
-            if getattr(layer, "fp8", False) and not fp8:
-                layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
             if fp8:
                 y = self.te.fp8.run(linear, layer, x, operands, **options)
             else:
+                if getattr(layer, "fp8", False):
+                    layer.init_fp8_metadata()  # as stock: it no longer saves FP8 state
                 y = linear(x, *operands, wires=self.config.wires, **options)
             if kind == TE_ROW and bias is not None:
                 y = y + bias  # not sharded: added once, after the sum
@@ -213,27 +194,17 @@ class LinearPatch(StockReasons):
 
         return forward
 
-    def inference_forward(self, kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of ``forward`` of an inference-optimized layer: stock, counted."""
-
-        def forward(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not layer.training:  # in training it calls its base class's, which counts by itself
-                chosen = backends_of(layer, self.config.backends) == STOCK
-                self.runs_stock(kind, CHOSEN if chosen else INFERENCE_OPTIMIZED, layer)
-            return stock(layer, *args, **kwargs)
-
-        return forward
-
-    def fused_mlp_forward(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of ``forward`` of an MLP that TransformerEngine's op fuser runs: stock, counted by its
-        linears, whose own ``forward`` is not called.
+    def counted_forward(
+        self, reason: str, linears_of: Callable[[Any], Iterable[tuple[str, Any]]], stock: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by ``linears_of``
+        the module, which gives its linears with their kinds.
         """
 
-        def forward(mlp: Any, *args: Any, **kwargs: Any) -> Any:
-            for kind, linear in ((TE_NORM_COLUMN, mlp.linear_fc1), (TE_ROW, mlp.linear_fc2)):
-                chosen = backends_of(linear, self.config.backends) == STOCK
-                self.runs_stock(kind, CHOSEN if chosen else OP_FUSER, linear)
-            return stock(mlp, *args, **kwargs)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for kind, linear in linears_of(module):
+                self.runs_stock(kind, CHOSEN if backends_of(linear, self.config.backends) == STOCK else reason, linear)
+            return stock(module, *args, **kwargs)
 
         return forward
 
@@ -264,7 +235,7 @@ class LinearPatch(StockReasons):
 
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
         """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
-        counted = self.gradient_added if runs_flux else self.gradient_dropped
+        counted = self.norm_gradients["added" if runs_flux else "dropped"]
         if layer in counted:
             return
         if not counted:

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -29,18 +28,19 @@ TE_LAYERS = "megatron.core.extensions.transformer_engine"
 """megatron-core's layers over TransformerEngine; it imports this with its tensor-parallel layers."""
 
 _IMPL, _X = ("self", "input", "weight"), ("self", "x")
+TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
+"""Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
+_TE_CLASSES = dict(
+    zip(TE_KINDS, ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear"), strict=True)
+)
 REPLACED = {
     f"{LAYERS}:ColumnParallelLinear._forward_impl": _IMPL,
     f"{LAYERS}:RowParallelLinear.forward": ("self", "input_"),
 }
 """``module:class.method`` of what flux replaces, and the parameters it must have."""
-TE_REPLACED = {
-    f"{TE_LAYERS}:TELayerNormColumnParallelLinear.forward": _X,
-    f"{TE_LAYERS}:TEColumnParallelLinear.forward": _X,
-    f"{TE_LAYERS}:TERowParallelLinear.forward": _X,
-}
+TE_REPLACED = {f"{TE_LAYERS}:{name}.forward": _X for name in _TE_CLASSES.values()}
 """Replaced methods and parameters where megatron-core has TransformerEngine; the last two inherit the method."""
-LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
+_LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
 """The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
@@ -86,34 +86,40 @@ def shown(versions: SpecifierSet) -> str:
     return ",".join(sorted(map(str, versions), reverse=True))
 
 
-def te_layers() -> ModuleType | None:
-    """Return megatron-core's module of TransformerEngine layers, None where it could not import TransformerEngine.
+def is_linear(module: object) -> bool:
+    """Return True for a tensor-parallel linear, of a subclass too. Imports nothing."""
+    return any(f"{cls.__module__}:{cls.__qualname__}" in _LINEARS for cls in type(module).__mro__)
+
+
+def te_classes() -> dict[str, type]:
+    """Return megatron-core's TransformerEngine layers by kind; none where it could not import TransformerEngine.
 
     Imports nothing: megatron-core tries to import TransformerEngine wherever it is installed.
     """
     module = sys.modules.get(TE_LAYERS)
-    return module if getattr(module, "HAVE_TE", False) else None
+    return {kind: getattr(module, name) for kind, name in _TE_CLASSES.items()} if getattr(module, "HAVE_TE", 0) else {}
 
 
-def te_layer_classes(over_te: ModuleType) -> list[type]:
-    """Return the classes of :data:`TE_REPLACED`, in its order."""
-    return [getattr(over_te, path.partition(":")[2].partition(".")[0]) for path in TE_REPLACED]
+def linear_classes() -> dict[str, type]:
+    """Return all classes of linears by kind; imports megatron-core's layers."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    return {"column": ColumnParallelLinear, "row": RowParallelLinear, **te_classes()}
 
 
-def inference_layers(over_te: ModuleType) -> list[tuple[type, type]]:
-    """Return megatron-core's inference-optimized layers, each with the class of ``over_te`` that it overrides.
-
-    Imports nothing.
+def inference_classes() -> list[tuple[type, str]]:
+    """Return megatron-core's inference-optimized layers, each with the kind of the class that it overrides. Imports
+    nothing.
     """
     module = sys.modules.get(INFERENCE_LAYERS)
     classes = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
     own = [cls for cls in classes if cls.__module__ == INFERENCE_LAYERS and "forward" in vars(cls)]
-    return [(cls, base) for cls in own for base in te_layer_classes(over_te) if issubclass(cls, base)]
+    return [(cls, kind) for cls in own for kind, base in te_classes().items() if issubclass(cls, base)]
 
 
-def fused_mlp(over_te: ModuleType) -> type | None:
+def fused_mlp() -> type | None:
     """Return the class of MLPs that TransformerEngine's op fuser runs; None where there is none."""
-    return getattr(over_te, "TEFusedMLP", None)
+    return getattr(sys.modules.get(TE_LAYERS), "TEFusedMLP", None) if te_classes() else None
 
 
 def _folder() -> Path | None:
@@ -238,7 +244,6 @@ def check_symbols(*, strict: bool = False) -> dict[str, object]:
     row = f"{LAYERS}:RowParallelLinear._forward_impl"
     for path, parameters in {**REPLACED, row: _IMPL, _LINEAR: (*_LINEAR_PARAMETERS, *added)}.items():
         check_symbol(path, parameters)
-    if te_layers() is not None:  # known once megatron-core's layers are imported
-        for path, parameters in TE_REPLACED.items():
-            check_symbol(path, parameters)
+    for path, parameters in TE_REPLACED.items() if te_classes() else ():  # known once its layers are imported
+        check_symbol(path, parameters)
     return added

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,20 +31,22 @@ from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FluxError, UnsupportedVersionError, UserError
 from megatron_flux.layers import keep
 from megatron_flux.ops import stats
-from megatron_flux.patch import adapters, compiled, first_linear, te_seam, tuning
+from megatron_flux.patch import adapters, compiled, te_seam, tuning
 from megatron_flux.patch.layer_options import Model, check_backends, chunks_of, linears_of
 from megatron_flux.patch.linears import LinearPatch
 from megatron_flux.patch.megatron_core import (
+    TE_NORM_COLUMN,
+    TE_ROW,
     check_symbols,
     fused_mlp,
-    inference_layers,
+    inference_classes,
     installed_megatron_core,
-    te_layer_classes,
-    te_layers,
+    linear_classes,
+    te_classes,
 )
 from megatron_flux.patch.originals import CALLED, Originals
 from megatron_flux.patch.provenance import name_of
-from megatron_flux.patch.reasons import TE_KINDS
+from megatron_flux.patch.reasons import INFERENCE_OPTIMIZED, OP_FUSER
 from megatron_flux.settings import LINKS, WIRES
 
 logger = logging.getLogger("megatron_flux")
@@ -66,6 +68,8 @@ class Replacement(NamedTuple):
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
 
+was_patched = False
+"""True once :func:`patch` has been called."""
 _linears: LinearPatch | None = None
 _replacements: list[Replacement] = []
 
@@ -86,18 +90,22 @@ def patch(config: FluxConfig | None = None) -> None:
             value of one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
+    global was_patched
     linears = use(config)
     if is_patched():
         return
-    first_linear.settle()
-    replacements = replacements_of(linears)
+    was_patched = linears.patched = True
+    _install(replacements_of(linears))
+    compiled.forget(r.owner for r in _replacements)
+    total, backend = len(_replacements), linears.config.backend
+    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
+
+
+def _install(replacements: Iterable[Replacement]) -> None:
     for r in replacements:
         setattr(r.owner, r.name, r.flux)
+        _replacements.append(r)
         _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
-    linears.patched, _replacements[:] = True, replacements
-    compiled.forget(r.owner for r in replacements)
-    total, backend = len(replacements), linears.config.backend
-    _log("megatron_flux: %d replacements in megatron-core %s, backend %s", total, installed_megatron_core(), backend)
 
 
 def use(config: FluxConfig | None) -> LinearPatch:
@@ -112,15 +120,12 @@ def use(config: FluxConfig | None) -> LinearPatch:
     check(config)
     if _linears is None:
         added = check_symbols(strict=config.strict)
-        from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-        linears = LinearPatch(config, added, RowParallelLinear)
-        if te_layers() is not None:
-            try:
-                linears.te = te_seam.load(strict=config.strict)
-            except UnsupportedVersionError as error:
-                linears.te = str(error)
-        _linears = linears
+        te: te_seam.TransformerEngine | str | None
+        try:
+            te = te_seam.load(strict=config.strict) if te_classes() else None
+        except UnsupportedVersionError as error:
+            te = str(error)
+        _linears = LinearPatch(config, added, linear_classes()["row"], te)
     elif config == _linears.config:
         return _linears
     else:
@@ -135,35 +140,37 @@ def replacements_of(linears: LinearPatch) -> list[Replacement]:
     """Return the replacements: those that are installed, or new ones."""
     if _replacements:
         return list(_replacements)
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    methods: list[tuple[type, str, str, Any]] = [
-        (ColumnParallelLinear, "_forward_impl", "column", linears.column_forward_impl),
-        (RowParallelLinear, "forward", "row", linears.row_forward),
+    local = {"column": ("_forward_impl", linears.column_forward_impl), "row": ("forward", linears.row_forward)}
+    methods: list[tuple[type, str, str, Any]] = []
+    for kind, cls in linear_classes().items():
+        name, make = local.get(kind, ("forward", partial(linears.te_forward, kind)))
+        methods.append((cls, name, kind, make))
+        if kind in local or isinstance(linears.te, te_seam.TransformerEngine):
+            linears.originals[kind] = Originals(CALLED[kind], f"{cls.__qualname__}.{name}", getattr(cls, name))
+    counted: list[tuple[type, str, Any]] = [
+        # In training these call their base class's forward, which counts by itself.
+        (cls, INFERENCE_OPTIMIZED, lambda layer, kind=kind: () if layer.training else ((kind, layer),))
+        for cls, kind in inference_classes()
     ]
-    if (over_te := te_layers()) is not None:
-        kinds = dict(zip(te_layer_classes(over_te), TE_KINDS, strict=True))
-        methods += [(owner, "forward", kind, partial(linears.te_forward, kind)) for owner, kind in kinds.items()]
-        methods += [
-            (owner, "forward", "", partial(linears.inference_forward, kinds[base]))
-            for owner, base in inference_layers(over_te)
-        ]
-        if (mlp := fused_mlp(over_te)) is not None:
-            methods.append((mlp, "forward", "", linears.fused_mlp_forward))
-    for owner, name, kind, _ in methods:
-        if kind in CALLED and (kind not in TE_KINDS or isinstance(linears.te, te_seam.TransformerEngine)):
-            linears.originals[kind] = Originals(CALLED[kind], f"{owner.__qualname__}.{name}", getattr(owner, name))
+    if (mlp := fused_mlp()) is not None:
+        counted.append((mlp, OP_FUSER, lambda m: ((TE_NORM_COLUMN, m.linear_fc1), (TE_ROW, m.linear_fc2))))
+    methods += [(cls, "forward", "", partial(linears.counted_forward, *how)) for cls, *how in counted]
     return [*(_replacement(*method) for method in methods), *_of_wrappers(linears)]
 
 
 def _replacement(owner: type, name: str, kind: str, make: Callable[..., Any]) -> Replacement:
     current, inherited = getattr(owner, name), name not in owner.__dict__
     stock = current if inherited else owner.__dict__[name]
-    flux = torch.compiler.disable(make(current))  # torch.compile would trace the state of groups
-    flux.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
-    flux.__doc__ = stock.__doc__
-    flux.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-    return Replacement(owner, name, kind, stock, flux, inherited)
+    return Replacement(owner, name, kind, stock, standing_for(stock, owner, name, make(current)), inherited)
+
+
+def standing_for(stock: Any, owner: type, name: str, method: Any) -> Any:
+    """Return ``method`` looking like the attribute ``name`` of ``owner``, for which it is called."""
+    method = torch.compiler.disable(method)  # torch.compile would trace the state of groups
+    method.__wrapped__ = stock  # inspect.signature keeps showing the stock parameters
+    method.__doc__ = stock.__doc__
+    method.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
+    return method
 
 
 def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
@@ -176,10 +183,8 @@ def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
 
 def _reach_wrappers(*_: object) -> None:
     """Replace wrappers that were imported since ``patch()``."""
-    for r in _of_wrappers(_linears) if _replacements and _linears is not None else ():
-        setattr(r.owner, r.name, r.flux)
-        _replacements.append(r)
-        _log("megatron_flux: %s -> %s", r.path, r.flux.__qualname__)
+    if _replacements and _linears is not None:
+        _install(_of_wrappers(_linears))
 
 
 # Before a wrapper is built, its adapter's parameters are registered. patch() may be called by such a hook itself, and
@@ -274,7 +279,7 @@ def report(model: Model | None = None) -> dict[str, Any]:
         "fallbacks": fallbacks | {f"operators: {why}": n for why, n in stats.degraded.items()},
         "calls": {f"{op}/{backend}": n for (op, backend), n in stats.calls.items()},
         "bytes_received": stats.bytes_received,
-        "norm_gradients": {"added": len(now.gradient_added), "dropped": len(now.gradient_dropped)},
+        "norm_gradients": {name: len(layers) for name, layers in now.norm_gradients.items()},
         "kept_gathered": keep.report(),
         "cuda_graphs": now.cuda_graphs,
     }
@@ -287,16 +292,15 @@ def check(config: FluxConfig) -> None:
     """Raise UserError for what :func:`patch` would refuse in ``config`` and the environment."""
     settings.check()
     check_backends(config.backends)
-    if config.link is not None and config.link not in LINKS:
-        raise UserError(f"unknown link {config.link!r}; use one of: {', '.join(LINKS)}")
-    for wire in config.wires:
-        if wire not in WIRES:
-            raise UserError(f"unknown wire {wire!r}; use one of: {', '.join(WIRES)}")
+    given = (("link", config.link, LINKS), *(("wire", wire, WIRES) for wire in config.wires))
+    for what, value, known in given:
+        if value is not None and value not in known:
+            raise UserError(f"unknown {what} {value!r}; use one of: {', '.join(known)}")
     if config.keep_gathered not in (True, False, None):
         raise UserError(f"keep_gathered must be True, False or None, not {config.keep_gathered!r}")
-    given = config.keep_gathered_bytes
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
-        raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {given!r}")
+    budget = config.keep_gathered_bytes
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+        raise UserError(f"keep_gathered_bytes must be a number of bytes, 0 or more, not {budget!r}")
 
 
 def _log(message: str, *args: object) -> None:

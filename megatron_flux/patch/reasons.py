@@ -9,8 +9,7 @@ TransformerEngine's older kind takes only what its own layers have marked: besid
 TransformerEngine say that it offloads in the older way, so that layers keep the parameter itself; those here always do.
 
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
-since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all: as stock, flux sums only
-where ``allreduce_dgrad`` says so.
+since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all. Flux does as stock.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ import torch
 from megatron_flux.config import Backends, FluxConfig
 from megatron_flux.layers.backward import autocast_of
 from megatron_flux.ops.call import DTYPES
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW
 from megatron_flux.patch.originals import Originals, batch_invariant
 from megatron_flux.patch.provenance import name_of
 from megatron_flux.patch.te_seam import TransformerEngine
-
-TE_KINDS = TE_NORM_COLUMN, TE_COLUMN, TE_ROW = "TE norm column", "TE column", "TE row"
-"""Kinds of layers over TransformerEngine, as fallbacks are counted; the others are ``column`` and ``row``."""
 
 CHOSEN = "chosen with set_backend"
 """A reason that is no fallback, so ``strict`` does not refuse it; counted all the same."""
@@ -38,7 +35,7 @@ CHOICE = "_megatron_flux_backends"
 """A layer's own backends are in its ``__dict__``: found without a search through parameters, gone with the layer."""
 
 _EXPECTED = frozenset({"bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group"})
-_DEFERRED = frozenset({"grad_output_buffer", "wgrad_deferral_limit"})
+_DEFERRED = _EXPECTED | {"grad_output_buffer", "wgrad_deferral_limit"}
 _EXPERT = "expert layer with explicit communication"
 _OFFLOADING = "activation offloading to the CPU"
 _FINE_GRAINED = f"{_OFFLOADING} (fine_grained_activation_offloading)"
@@ -77,16 +74,14 @@ class StockReasons:
             return _EXPERT
         if args:
             return f"_forward_impl was called with {len(args)} unknown positional argument(s)"
-        deferred: frozenset[str] = frozenset()
-        if kwargs.get("grad_output_buffer") is not None:
-            deferred = _DEFERRED
-            fused = kwargs.get("gradient_accumulation_fusion") and hasattr(weight, "main_grad")
-            if torch.is_grad_enabled() and not (fused and weight.requires_grad):
-                return "deferred embedding wgrad (defer_embedding_wgrad_compute) without main_grad"
+        deferred = kwargs.get("grad_output_buffer") is not None
+        fused = kwargs.get("gradient_accumulation_fusion") and weight.requires_grad
+        if deferred and torch.is_grad_enabled() and not (fused and hasattr(weight, "main_grad")):
+            return "deferred embedding wgrad (defer_embedding_wgrad_compute) without main_grad"
         group = kwargs.get("tp_group")
         if group is None or group.size() == 1:
             return "tp = 1"
-        for name in kwargs.keys() - _EXPECTED - deferred:
+        for name in kwargs.keys() - (_DEFERRED if deferred else _EXPECTED):
             value, neutral = kwargs[name], self._neutral.get(name, ...)
             # The types are compared first: == of a tensor is a tensor, and has no truth value.
             if type(value) is not type(neutral) or value != neutral:
@@ -122,13 +117,7 @@ class StockReasons:
         return self.why_stock_exchanged("row") or self.why_stock_common(layer, x, weight)
 
     def why_stock_te(
-        self,
-        kind: str,
-        layer: Any,
-        x: torch.Tensor,
-        weight: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, kind: str, layer: Any, x: torch.Tensor, weight: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
         """Return the reason for a call of ``forward`` of a layer over TransformerEngine, or None."""
         if isinstance(self.te, str):
@@ -147,7 +136,9 @@ class StockReasons:
         reason = self.why_stock_exchanged(kind) or self.te.why_stock(layer, weight, fp8)
         reason = reason or self.why_stock_common(layer, x, weight, fp8)
         if reason is None and fp8:
-            reason = self.te.why_stock_fp8(layer, x, weight, backends_of(layer, self.config.backends))
+            of = self.te.fp8
+            backends = backends_of(layer, self.config.backends)
+            reason = of if isinstance(of, str) else of.why_stock(layer, x, weight, backends)
         if reason is not None:
             return reason
         if kind == TE_NORM_COLUMN and layer.layer_norm_weight.dtype != x.dtype:

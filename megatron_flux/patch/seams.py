@@ -78,8 +78,5 @@ def _structure(node: object) -> object:
 
 
 def _read(release: Path, name: str) -> str | None:
-    if release.is_dir():
-        file = release / name
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    with zipfile.ZipFile(release) as wheel:
-        return wheel.read(name).decode() if name in wheel.namelist() else None
+    file = (release if release.is_dir() else zipfile.Path(release)) / name
+    return file.read_text(encoding="utf-8") if file.is_file() else None

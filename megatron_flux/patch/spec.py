@@ -4,10 +4,9 @@ For those who want no class of another package changed. A subclass has its base'
 replaces the one method that :func:`megatron_flux.patch` would, by the same code; configuration and counts are the
 process's. While ``patch()`` is on, it does as its base does, so that no call is counted twice.
 
-megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction
-(``get_mlp_module_spec_for_backend`` and the like), not for a whole layer: there :func:`flux_spec` turns the finished
-spec into one that runs flux. What no spec reaches stays stock, and is called ``not patched`` in the report: the output
-layer.
+megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction, not for a whole layer:
+there :func:`flux_spec` turns the finished spec into one that runs flux. The output layer, which no spec reaches, stays
+stock, and is called ``not patched`` in the report.
 
 Left to megatron-core, with one warning each, or an error under ``strict``:
     * down projections of multi-latent attention, which megatron-core compares with its own classes;
@@ -33,8 +32,8 @@ import torch
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import FallbackError
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import te_layers
-from megatron_flux.patch.patcher import Replacement, replacements_of, use
+from megatron_flux.patch.megatron_core import te_classes
+from megatron_flux.patch.patcher import Replacement, replacements_of, standing_for, use
 from megatron_flux.patch.provenance import name_of
 
 logger = logging.getLogger("megatron_flux")
@@ -70,7 +69,7 @@ def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
     """
     use(config)
     if base is None:
-        if te_layers() is not None:
+        if te_classes():
             from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider as Default
         else:
             from megatron.core.models.backends import LocalSpecProvider as Default
@@ -139,7 +138,7 @@ def _class(cls: type) -> type:
     return linears.subclasses[cls]
 
 
-def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
+def _method(linears: LinearPatch, r: Replacement) -> Any:
     """Return the method of a subclass: flux, unless its base has another than stock's by now."""
     owner, name, kind, stock, flux = r.owner, r.name, r.kind, r.stock, r.flux
 
@@ -151,10 +150,7 @@ def _method(linears: LinearPatch, r: Replacement) -> Callable[..., Any]:
             linears.runs_stock(kind, f"{owner.__qualname__}.{name} replaced by {name_of(now)}", layer)
         return now(layer, *args, **kwargs)
 
-    method.__wrapped__ = stock  # type: ignore[attr-defined]
-    method.__doc__ = stock.__doc__
-    method.__qualname__ = f"megatron_flux.{owner.__qualname__}.{name}"
-    return torch.compiler.disable(method)  # type: ignore[no-any-return, no-untyped-call]
+    return standing_for(stock, owner, name, method)
 
 
 @functools.cache

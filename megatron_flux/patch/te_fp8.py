@@ -14,10 +14,10 @@ tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax 
 blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
 =========  =============================  ==============================================================================
 
-CUDA graphs
-    are TransformerEngine's matter as they are without flux. A captured call reads the flag above, keeps its amaxes in
-    the layer's buffers, and neither registers nor reduces them: the graph's owner does, between replays. Amaxes
-    that tensorwise scaling reduces are part of the graph, and of the stream in which fused kernels run.
+CUDA graphs are TransformerEngine's matter as they are without flux. A captured call reads the flag of
+:meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and neither registers nor reduces them:
+the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are part of the graph, and of the stream
+in which fused kernels run.
 
 Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
 ``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
@@ -47,9 +47,8 @@ from packaging.version import Version
 from megatron_flux.config import Backends
 from megatron_flux.layers.backward import rows, unread_gradient
 from megatron_flux.layers.fp8 import PendingRows, Rows, gather, sends_transposed
-from megatron_flux.layers.precision import LinearState, Precision, Saved
+from megatron_flux.layers.precision import LinearState, Precision, Saved, WeightedNorm
 from megatron_flux.ops.fp8_operand import BLOCK, Fp8Kind, Fp8Operand, Scaling, gemm_ready
-from megatron_flux.patch.te_wgrad import gemm_options
 
 SUPPORTED_FP8 = SpecifierSet(">=2.11,<2.21")
 _COMPACT = SpecifierSet("<2.12")
@@ -81,6 +80,19 @@ _API_BY_RELEASE = {
     "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
 }
 """Symbols that older releases lack; see the module."""
+
+
+def gemm_options(linear: LinearState, dtype: torch.dtype, split_accumulator: bool) -> dict[str, Any]:
+    """Return how TransformerEngine's GEMM makes the weight gradient: into ``main_grad``, or in ``dtype``."""
+    main_grad = linear.main_grad
+    return {
+        "layout": "NT",
+        "grad": True,
+        "out": main_grad,
+        "out_dtype": dtype if main_grad is None else main_grad.dtype,
+        "accumulate": main_grad is not None and not linear.overwrite_main_grad,
+        "use_split_accumulator": split_accumulator,
+    }
 
 
 class TransformerEngineFp8:
@@ -191,9 +203,7 @@ class TransformerEngineFp8:
         """Run ``linear`` of :mod:`megatron_flux.layers` in FP8; ``operands`` beside ``x``, the weight first."""
         cls = type(layer)  # a module is slow to say that it has no such attribute
         with getattr(cls, "prepare_forward_ctx", cls.prepare_forward)(layer, x) as x:
-            returns_norm = options.get("returned") is not None
-            call = Fp8Call(self, layer, x, operands[0], has_norm="norm" in options, returns_norm=returns_norm)
-            return linear(x, *operands, precision=call, **options)
+            return linear(x, *operands, precision=Fp8Call(self, layer, x, operands[0], options), **options)
 
 
 class Fp8Call(Precision):
@@ -206,15 +216,11 @@ class Fp8Call(Precision):
     gathered_dtype, epilogue_bias = torch.float8_e4m3fn, True  # the bias is added before the result is rounded
 
     def __init__(
-        self,
-        te: TransformerEngineFp8,
-        layer: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        has_norm: bool,
-        returns_norm: bool = False,
+        self, te: TransformerEngineFp8, layer: Any, x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]
     ) -> None:
-        """Ask the layer for its quantizers. ``returns_norm``: the norm's output is wanted as it was before them."""
+        """Ask the layer for its quantizers. ``options``: of the linear."""
+        has_norm = "norm" in options
+        self._returns_norm = options.get("returned") is not None  # the norm's output, as it was before it was quantised
         self._te, self._api, api = te, te.api, te.api
         self._gathers_x = layer.sequence_parallel and layer.parallel_mode == "column"
         self._gathers_dy = layer.sequence_parallel and layer.parallel_mode == "row"
@@ -239,8 +245,6 @@ class Fp8Call(Precision):
         self._grad, self._need_wgrad = grad, grad and weight.requires_grad
         self._quantized_weight = self._weight_of(layer, weight, grad and (x.requires_grad or has_norm))
         self._x_again: Rows | None = None  # quantised once more, where x was saved as it came
-        self._returns_norm = returns_norm
-        self._norm_output: torch.Tensor | None = None
         # The end of backward updates the scales of all layers: that of the first layer of an autocast does. Parameters
         # by name are slow to get, and with a gradient of x they do not matter.
         trained = grad and (x.requires_grad or any(p.requires_grad for p in layer.parameters(recurse=False)))
@@ -282,41 +286,31 @@ class Fp8Call(Precision):
         return quantized
 
     def operands(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: Any,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-    ) -> tuple[Fp8Operand, Fp8Operand, Saved]:
+        self, x: torch.Tensor, weight: torch.Tensor, norm: WeightedNorm | None = None
+    ) -> tuple[Fp8Operand, Fp8Operand, torch.Tensor | None, Saved]:
         """See the protocol."""
         flat = x.contiguous().view(-1, x.shape[-1])
         quantizer, for_wgrad = self._x_quantizer, self._need_wgrad and not self._keeps_input
         quantizer.set_usage(rowwise=True, columnwise=for_wgrad and self._by_columns)
         statistics: Saved = (None,) * 4
+        norm_output = None
         if norm is None:
             quantized = quantizer(flat)
         else:
-            quantized, mean, deviation = norm.forward(
-                flat, norm_weight, norm_bias, None if self._returns_norm else quantizer
-            )
+            kernels, norm_weight, norm_bias = norm
+            how = None if self._returns_norm else quantizer
+            quantized, mean, deviation = kernels.forward(flat, norm_weight, norm_bias, how)
             if self._returns_norm:
-                self._norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
+                norm_output, quantized = quantized.view(x.shape), quantizer(quantized)
             statistics = flat, norm_weight, mean, deviation
         operand, multiplied = self._operand(quantized), self._operand(self._quantized_weight)
         if not self._grad:
-            return operand, multiplied, ()
+            return operand, multiplied, norm_output, ()
         as_it_came = x if self._need_wgrad else None, None
         saved = self._rows(quantized, self._gathers_x)[:2] if for_wgrad else as_it_came
         saved_weight, self._weight_form = self._api.prepare_for_saving(self._quantized_weight)
         self._quantized_weight = None
-        return operand, multiplied, (*statistics, *saved, *saved_weight)
-
-    def norm_output(self, x: Any) -> torch.Tensor:
-        """See the protocol."""
-        found, self._norm_output = self._norm_output, None
-        assert found is not None  # noqa: S101 - of a call that returns it
-        return found
+        return operand, multiplied, norm_output, (*statistics, *saved, *saved_weight)
 
     def _local_x(self, saved: Saved) -> Rows | None:
         """Return the local quantised ``x`` for wgrad; None if that is not needed."""
@@ -369,21 +363,15 @@ class Fp8Call(Precision):
         local_x = self._local_x(saved)
         return None if local_x is None else self._gather(local_x, self._x_quantizer, linear)
 
-    def column_operand(self, saved: Saved, gathered: Rows | Fp8Operand | None) -> Rows | None:
-        """See the protocol."""
-        found = self._local_x(saved) if gathered is None else self._transposed(gathered, self._x_quantizer)
-        self._x_again = None
-        return found
-
-    def begin_dy(self, dy: Rows, linear: LinearState) -> PendingRows | None:
+    def hold_dy(self, dy: Rows, linear: LinearState) -> PendingRows | None:
         """See the protocol."""
         if not self._in_blocks or not sends_transposed(dy, linear.group, linear.backends.wgrad):
             return None
         return self._gather(dy, self._dy_quantizer, linear, held=True)
 
-    def gather_dy(self, dy: Rows, linear: LinearState) -> Rows:
+    def gather_dy(self, dy: Rows, linear: LinearState) -> PendingRows:
         """See the protocol."""
-        return self._gather(dy, self._dy_quantizer, linear).wait()
+        return self._gather(dy, self._dy_quantizer, linear)
 
     def _gather(self, local: Rows, quantizer: Any, linear: LinearState, held: bool = False) -> PendingRows:
         """Start gathering the local bytes; as rows where they cannot be sent transposed."""
@@ -392,16 +380,16 @@ class Fp8Call(Precision):
             local = Rows(self._api.fp8_transpose(local.data, quantizer.dtype, out=None), local.scale_inv)
         return gather(local, group, backend, own_gathered=linear.own_gathered, held=held)
 
-    def row_operands(self, saved: Saved, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
+    def wgrad_operands(self, saved: Saved, x: Rows | Fp8Operand | None, dy: Rows | Fp8Operand) -> tuple[Any, Any]:
         """See the protocol."""
-        dy = self._transposed(dy, self._dy_quantizer)
-        x, self._x_again = self._local_x(saved), None
-        return x, dy
+        x, self._x_again = self._local_x(saved) if x is None else x, None
+        return (
+            x if getattr(x, "transposed", False) else self._transposed(x, self._x_quantizer),
+            dy if getattr(dy, "transposed", False) else self._transposed(dy, self._dy_quantizer),
+        )
 
-    def _transposed(self, whole: Rows | Fp8Operand, quantizer: Any) -> Rows:
-        """Return all rows transposed, for wgrad; with one scale an operand has the same bytes."""
-        if isinstance(whole, Rows) and whole.transposed:
-            return whole
+    def _transposed(self, whole: Any, quantizer: Any) -> Rows:
+        """Return all rows transposed, for wgrad; with one scale an operand of another GEMM has the same bytes."""
         return Rows(self._api.fp8_transpose(whole.data, quantizer.dtype, out=None), whole.scale_inv, True)
 
     def wgrad(self, linear: LinearState, x: Rows, dy: Rows) -> torch.Tensor | None:
@@ -409,7 +397,7 @@ class Fp8Call(Precision):
         stored_x = self._stored(x, self._x_quantizer, transposed=True)
         stored_dy = self._stored(dy, self._dy_quantizer, transposed=True)
         if linear.delayed is not None:
-            return linear.delayed.put(linear, stored_x, stored_dy, self._wgrad_split)
+            return linear.delayed(linear, stored_x, stored_dy, self._wgrad_split)
         dw, *_ = self._api.gemm(stored_x, stored_dy, **gemm_options(linear, self._dtype, self._wgrad_split))
         return dw if linear.main_grad is None else unread_gradient(linear.parameter, self._dtype)
 

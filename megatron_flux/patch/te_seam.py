@@ -1,19 +1,18 @@
 """Assumptions about TransformerEngine, in one place and checked when ``patch()`` is called.
 
 Used of it
-    * the norm kernels that its ``LayerNormLinear`` calls: ``layernorm_fwd``, ``layernorm_bwd``, ``rmsnorm_fwd`` and
-      ``rmsnorm_bwd`` of the compiled module ``transformer_engine_torch``, with the module's own ``eps``,
-      ``zero_centered_gamma`` and SM margins, so that a patched layer's norm is stock's to the bit;
+    * the norm kernels that its ``LayerNormLinear`` calls, with the module's own ``eps``, ``zero_centered_gamma`` and SM
+      margins, so that a patched layer's norm is stock's to the bit;
     * what switches its linears to another kind of work: fp8, of which :mod:`megatron_flux.patch.te_fp8` has all else,
       and its calibration, CPU offloading, ONNX export and the debug tools, which are states of the process;
       userbuffers, FSDP and quantized weights, and torch's symmetric all-reduce, which are attributes of a module;
       weights that are distributed once more (2.19), which say so;
-    * where wgrad is delayed, its GEMM and the module's store (:mod:`megatron_flux.patch.te_wgrad`);
+    * where wgrad is delayed, its GEMM and the module's store (:meth:`TransformerEngine.delayed`);
     * that a ``LayerNormLinear`` returns the norm's output as well, also gathered, where its attributes say so.
 
-Both are the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A release
-beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a symbol,
-leaves its layers stock with that reason.
+All of it is the same in the source of releases 2.9 to 2.20; ``scripts/seams.py`` compares them with another's. A
+release beyond whose code is that of 2.20.2 (:data:`NEWEST_SEAMS`) is used with a warning. Another, or one that lacks a
+symbol, leaves its layers stock with that reason.
 
 ``patch()`` does not import TransformerEngine where megatron-core has not. Only :func:`why_unusable` does, where its
 layers were asked for.
@@ -27,20 +26,19 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from megatron_flux.config import Backends
 from megatron_flux.errors import UnsupportedVersionError, one_line
-from megatron_flux.layers import Norm, Returned
+from megatron_flux.layers import DelayedWgrad, Norm, Returned
+from megatron_flux.layers.backward import unread_gradient
+from megatron_flux.layers.precision import LinearState
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
-from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
-from megatron_flux.patch.te_wgrad import WgradStore
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8, gemm_options
 
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
@@ -58,7 +56,7 @@ NEWEST_SEAMS = {
 """Code that flux's layers do anew, with digests of :data:`NEWEST`; scripts/seams.py prints them."""
 
 DELAYS_WGRAD = SpecifierSet(">=2.11")
-"""Releases whose ``general_gemm`` is called as :mod:`megatron_flux.patch.te_wgrad` calls it: without a workspace."""
+"""Releases whose ``general_gemm`` is called without a workspace."""
 
 _userbuffers = attrgetter(
     "ub_overlap_ag_fprop",
@@ -79,25 +77,20 @@ def load(*, strict: bool = False) -> TransformerEngine:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
         installed = str(getattr(importlib.import_module("transformer_engine"), "__version__", "of unknown version"))
-    release = release_of(installed)
-    if release is None or (release not in SUPPORTED_TE and (strict or not _is_unchanged(release, installed))):
-        raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {shown(SUPPORTED_TE)}")
+    release, known = release_of(installed), shown(SUPPORTED_TE)
+    usable = release is not None and release in SUPPORTED_TE
+    if release is not None and release >= Version(_BEYOND) and not strict:
+        file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
+        found = f"TransformerEngine {installed}"
+        usable = file is not None and not seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS, found, known)
+    if release is None or not usable:
+        raise UnsupportedVersionError(f"TransformerEngine {installed}, supported is {known}")
     try:
         return TransformerEngine(installed, release)
     except (ImportError, AttributeError) as error:
         raise UnsupportedVersionError(
-            f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases "
-            f"{shown(SUPPORTED_TE)}"
+            f"TransformerEngine {installed} is not as expected ({error}), supported are unmodified releases {known}"
         ) from error
-
-
-def _is_unchanged(release: Version, installed: str) -> bool:
-    """Return True, with a warning, if a release is newer than those known and its code is that of the newest."""
-    file = getattr(importlib.import_module("transformer_engine"), "__file__", None)
-    if release < Version(_BEYOND) or file is None:
-        return False
-    found = f"TransformerEngine {installed}"
-    return not seams.changed(Path(file).resolve().parents[1], NEWEST_SEAMS, found, shown(SUPPORTED_TE))
 
 
 def why_unusable() -> str | None:
@@ -122,7 +115,7 @@ class TransformerEngine:
         """Find the symbols of ``installed``, a build of ``release``. Raises ImportError, AttributeError: one is
         missing.
         """
-        self.installed, self._release = installed, release
+        self.installed = installed
         kernels = "transformer_engine_torch"
         self.norms = {
             "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
@@ -139,30 +132,30 @@ class TransformerEngine:
         self._debug = resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState")
         # Missing here rather than at the first call.
         resolve_name("transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled")
-        self.fp8 = self._find_fp8()
-
-    def _find_fp8(self) -> TransformerEngineFp8 | str:
-        """Return what flux uses of it in FP8, or why that cannot be used."""
-        if self._release not in SUPPORTED_FP8:
-            return f"fp8 with TransformerEngine {self.installed}, supported is {SUPPORTED_FP8}"
-        try:
-            return TransformerEngineFp8(self._release)
-        except (ImportError, AttributeError) as error:
-            return f"fp8: TransformerEngine {self.installed} is not as expected ({one_line(error)})"
+        self.fp8: TransformerEngineFp8 | str = f"fp8 with TransformerEngine {installed}, supported is {SUPPORTED_FP8}"
+        """What flux uses of it in FP8, or why that cannot be used."""
+        if release in SUPPORTED_FP8:
+            try:
+                self.fp8 = TransformerEngineFp8(release)
+            except (ImportError, AttributeError) as error:
+                self.fp8 = f"fp8: TransformerEngine {installed} is not as expected ({one_line(error)})"
 
     def why_stock(self, layer: Any, weight: torch.Tensor, fp8: bool = False) -> str | None:
         """Return why TransformerEngine must run this call of a ``Linear`` or ``LayerNormLinear`` itself, or None.
 
         ``weight`` is ``layer.weight``, which is slow to get. ``fp8``: the call is to run FP8, whose own reasons
-        :meth:`why_stock_fp8` has.
+        :attr:`fp8` has.
         """
         if any(_userbuffers(layer)):
             return "userbuffers (tp_comm_overlap)"
         symmetric = getattr(layer, "symmetric_ar_type", None)
         if symmetric is not None and layer.parallel_mode == "row" and not layer.sequence_parallel:
             return f"torch's symmetric all-reduce (symmetric_ar_type={symmetric})"
-        if layer.wgrad_store.delay_wgrad_compute() and (reason := self._why_not_delayed(layer, weight)) is not None:
-            return reason
+        if layer.wgrad_store.delay_wgrad_compute():
+            if not self._delays_wgrad:
+                return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
+            if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
+                return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
         if not fp8 and self.in_fp8():
             return "fp8 (autocast)"
         if self._fp8_calibration():
@@ -194,21 +187,32 @@ class TransformerEngine:
         module: Any = importlib.import_module("transformer_engine.pytorch.cpu_offload")
         return hasattr(module, "OFFLOAD_SYNCHRONIZER") and not module.NVTE_CPU_OFFLOAD_V1
 
-    def _why_not_delayed(self, layer: Any, weight: torch.Tensor) -> str | None:
-        if not self._delays_wgrad:
-            return f"delayed wgrad with TransformerEngine {self.installed}, supported is {DELAYS_WGRAD}"
-        if layer.fuse_wgrad_accumulation and torch.is_grad_enabled() and not hasattr(weight, "main_grad"):
-            return "delayed wgrad (delay_wgrad_compute) without main_grad"  # backward_dw would drop the gradient
-        return None
+    def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
+        """Return what takes this call's wgrad if it is delayed, else None.
 
-    def delayed(self, layer: Any, bias: torch.Tensor | None) -> WgradStore | None:
-        """Return the owner of this call's wgrad if it is delayed, else None. ``bias``: see there."""
-        store = layer.wgrad_store
-        return WgradStore(self._gemm, store, bias) if store.delay_wgrad_compute() else None
+        With ``delay_wgrad_compute`` (Megatron's combined 1F1B with expert parallelism) backward puts operands and a
+        function into the module's ``wgrad_store``. ``backward_dw``, which is stock's, takes the oldest, and does the
+        rest: ``weight.grad``, the bias's gradient, and the hooks of Megatron's DistributedDataParallel.
 
-    def why_stock_fp8(self, layer: Any, x: torch.Tensor, weight: torch.Tensor, backends: Backends) -> str | None:
-        """Return why it must run a call under its FP8 autocast itself, or None."""
-        return self.fp8 if isinstance(self.fp8, str) else self.fp8.why_stock(layer, x, weight, backends)
+        ``bias``: of a column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy``
+        sums it.
+        """
+        store, gemm = layer.wgrad_store, self._gemm
+        if not store.delay_wgrad_compute():
+            return None
+
+        def put(linear: LinearState, x: Any, dy: Any, split_accumulator: bool) -> torch.Tensor | None:
+            parameter = linear.parameter
+            how = gemm_options(linear, parameter.dtype, split_accumulator)
+
+            def wgrad_gemm(x: Any, dy: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+                dw, db, *_ = gemm(x, dy, bias=bias, **how)
+                return dw, db
+
+            store.put([x, dy], wgrad_gemm)
+            return None if linear.main_grad is None else unread_gradient(parameter, parameter.dtype)
+
+        return put
 
     @staticmethod
     def returned(layer: Any) -> Returned | None:
@@ -246,4 +250,4 @@ def _norm(
         found = kernel_backward(dy, x, *statistics, weight, sms_backward, zero_centered)
         return found if has_mean else (*found, None)
 
-    return cast(Norm, SimpleNamespace(forward=forward, backward=backward))
+    return Norm(forward, backward)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_flux.config import ALL_EXACT, STOCK, Backends, FluxConfig
+from megatron_flux.config import ALL_EXACT, STOCK, FluxConfig
 from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.layers import Returned
 from megatron_flux.layers.fp8 import GATHERED_AS
@@ -34,23 +34,24 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.ops.tuner import keys
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import fused_mlp, inference_layers, te_layer_classes, te_layers
-from megatron_flux.patch.reasons import TE_KINDS, TE_NORM_COLUMN, TE_ROW, asks_for_graphs, backends_of
+from megatron_flux.patch.megatron_core import TE_NORM_COLUMN, TE_ROW, fused_mlp, inference_classes, linear_classes
+from megatron_flux.patch.reasons import asks_for_graphs, backends_of
 
 logger = logging.getLogger("megatron_flux")
 
 
 class _Linear(NamedTuple):
-    """A layer that runs flux."""
+    """A layer that runs flux, as far as its calls depend on it."""
 
     layer: Any
     row: bool
+    m: int  # rows of the group
     weight: torch.Tensor | None  # none where the output layer is given the embedding's
     shape: tuple[int, int]  # ``[n, k]`` of the rank
     bias: torch.Tensor | None  # that the GEMM adds
     like: torch.Tensor  # of the operands' dtype and device; in FP8 of the results'
-    fp8: tuple[Fp8Kind, Fp8Kind] | None = None  # forward and dgrad
-    returned: Returned | None = None  # the norm's output
+    fp8: tuple[Fp8Kind, Fp8Kind] | None  # forward and dgrad
+    returned: Returned | None  # the norm's output
 
     @property
     def trained(self) -> bool:
@@ -80,27 +81,9 @@ class _Wanted(NamedTuple):
     fp8: Fp8Kind | None = None
 
 
-class _Micro(NamedTuple):
-    """A micro-batch."""
-
-    sequence: int
-    size: int
-
-    def shape(self, layer: Any, row: bool, k: int) -> tuple[int, int, int]:
-        """Return the shape of the input of ``layer``: all rows that its group has, or this rank's own."""
-        length = self.sequence // (getattr(layer.config, "context_parallel_size", None) or 1)
-        return length if row or not layer.sequence_parallel else length // layer.tp_group.size(), self.size, k
-
-    def rows(self, layer: Any) -> int:
-        """Return the rows of the group."""
-        length, size, _ = self.shape(layer, True, 0)
-        return length * size
-
-
 def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int, micro_batch_size: int) -> int:
     """See :func:`megatron_flux.tune_model`."""
-    micro = _Micro(sequence, micro_batch_size)
-    layers = [linear for chunk in chunks for linear in _linears(chunk, linears, micro)]
+    layers = [linear for chunk in chunks for linear in _linears(chunk, linears, sequence, micro_batch_size)]
     began, decided = time.monotonic(), 0
     asked: set[tuple[Any, ...]] = set()
     training = torch.is_grad_enabled()
@@ -108,7 +91,7 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
     graphs = any(asks_for_graphs(linear.layer.config) for linear in layers)
     with torch.no_grad(), captured_calls() if graphs else contextlib.nullcontext():
         for linear in layers:
-            for wanted in _calls(linear, micro.rows(linear.layer), linears.config, training):
+            for wanted in _calls(linear, linears.config, training):
                 key = (wanted, linear.like.dtype, linear.like.device, linear.layer.tp_group.group_name)
                 if key not in asked:
                     asked.add(key)
@@ -122,47 +105,44 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
     return decided
 
 
-def _calls(linear: _Linear, m: int, config: FluxConfig, training: bool) -> Iterator[_Wanted]:
-    """Yield the calls of a layer with micro-batches of ``m`` rows."""
-    backends, wires = backends_of(linear.layer, config.backends), config.wires
-    assert isinstance(backends, Backends)  # noqa: S101 - stock layers are not among them
-    group, (n, k) = linear.layer.tp_group, linear.shape
-    if linear.fp8 is not None:
-        wires = ALL_EXACT
-    sizes = {False: (k, n), True: (n, k)}  # by whether it is dgrad: columns of x and of the result
-    for dgrad in (False, True)[: 1 + training]:
-        backend, wire = (backends.dgrad, wires.gradients) if dgrad else (backends.forward, wires.activations)
-        gemm = linear.fp8 and linear.fp8[dgrad]
-        gathers = linear.row == dgrad
-        if linear.layer.sequence_parallel:
-            operator, rows = ("all_gather_gemm", m // group.size()) if gathers else ("gemm_reduce_scatter", m)
+def _calls(linear: _Linear, config: FluxConfig, training: bool) -> Iterator[_Wanted]:
+    """Yield the calls of a layer."""
+    layer, (n, k), m, group = linear.layer, linear.shape, linear.m, linear.layer.tp_group
+    backends: Any = backends_of(layer, config.backends)  # stock layers are not among them
+    wires = config.wires if linear.fp8 is None else ALL_EXACT
+    shard, blocks = m // group.size(), linear.fp8 is not None and linear.fp8[1].blocks
+    forward, dgrad = (False, backends.forward, wires.activations, k, n), (True, backends.dgrad, wires.gradients, n, k)
+    for is_dgrad, backend, wire, columns, results in (forward, dgrad)[: 1 + training]:
+        gathers, fp8 = linear.row is is_dgrad, linear.fp8 and linear.fp8[is_dgrad]
+        of = columns, results, is_dgrad
+        if layer.sequence_parallel and gathers:
             # What dgrad gathers serves wgrad, but in blocks; what forward gathers may be the norm's returned output.
-            returns = gathers and dgrad and linear.trained and not (gemm is not None and gemm.blocks)
-            returns |= not dgrad and linear.returned == "gathered" and gemm is None
-            yield _Wanted(backend, operator, rows, *sizes[dgrad], dgrad, wire, return_gathered=returns, fp8=gemm)
-        elif not gathers and not (dgrad and getattr(linear.layer, "allreduce_dgrad", True) is False):
-            beside = dgrad and linear.wgrad_in_backward
-            yield _Wanted(backend, "gemm_all_reduce", m, *sizes[dgrad], dgrad, EXACT, beside_wgrad=beside, fp8=gemm)
-    # By itself wgrad gathers x of a column-parallel layer; in FP8 its bytes, and those of a row-parallel one's dy in
-    # blocks.
-    gathers = not linear.row or (linear.fp8 is not None and linear.fp8[1].blocks)
-    gathers = gathers and training and linear.trained and linear.layer.sequence_parallel
-    if linear.returned == "gathered" and linear.fp8 is not None and keys.by_chunks(linear.like, group):
-        yield _Wanted(backends.forward, "all_gather", m // group.size(), k, 0, False, wires.activations)
-    if gathers and keys.by_chunks(linear.like, group):
-        width = n if linear.row else k
-        if linear.fp8 is not None:
-            width //= GATHERED_AS.itemsize
-        kind = None if linear.fp8 is None else linear.fp8[0]
-        yield _Wanted(backends.wgrad, "all_gather", m // group.size(), width, 0, False, wires.activations, fp8=kind)
+            own = linear.trained and not blocks if is_dgrad else linear.returned == "gathered" and fp8 is None
+            yield _Wanted(backend, "all_gather_gemm", shard, *of, wire, return_gathered=own, fp8=fp8)
+        elif layer.sequence_parallel:
+            yield _Wanted(backend, "gemm_reduce_scatter", m, *of, wire, fp8=fp8)
+        elif not gathers and (not is_dgrad or getattr(layer, "allreduce_dgrad", True)):
+            beside = is_dgrad and linear.wgrad_in_backward
+            yield _Wanted(backend, "gemm_all_reduce", m, *of, EXACT, beside_wgrad=beside, fp8=fp8)
+    if not layer.sequence_parallel or not keys.by_chunks(linear.like, group):
+        return
+    if linear.returned == "gathered" and linear.fp8 is not None:
+        yield _Wanted(backends.forward, "all_gather", shard, k, 0, False, wires.activations)
+    if training and linear.trained and (blocks or not linear.row):
+        # By itself wgrad gathers x of a column-parallel layer; in FP8 bytes, in blocks a row-parallel one's dy, too.
+        width, fp8 = n if linear.row else k, linear.fp8 and linear.fp8[0]
+        width //= 1 if fp8 is None else GATHERED_AS.itemsize
+        yield _Wanted(backends.wgrad, "all_gather", shard, width, 0, False, wires.activations, fp8=fp8)
 
 
 def _call(linear: _Linear, wanted: _Wanted) -> OperatorCall:
     """Return the call on random operands: zeros make a GEMM run faster."""
-    group, like, fp8 = linear.layer.tp_group, linear.like, wanted.fp8
+    group, like, fp8, weight = linear.layer.tp_group, linear.like, wanted.fp8, linear.weight
     generator = torch.Generator(device=like.device).manual_seed(group.rank())  # training's numbers stay what they were
-    if wanted.operator == "all_gather" and fp8 is not None:
-        like, fp8 = like.new_empty(0, dtype=GATHERED_AS), None
+    if wanted.operator == "all_gather":
+        dtype = like.dtype if fp8 is None else GATHERED_AS
+        x = like.new_empty(wanted.rows, wanted.columns, dtype=dtype).normal_(generator=generator)
+        return OperatorCall(wanted.operator, x, None, group, wire=wanted.wire)
     how: dict[str, Any] = {
         "bias": None if wanted.dgrad else linear.bias,
         "return_gathered": wanted.return_gathered,
@@ -173,37 +153,62 @@ def _call(linear: _Linear, wanted: _Wanted) -> OperatorCall:
         pair = random_pair(wanted.rows, wanted.results, wanted.columns, fp8, like.device, generator)
         return OperatorCall(wanted.operator, pair.x.numbers, pair.weight.numbers, group, **how, fp8=pair)
     x = like.new_empty(wanted.rows, wanted.columns).normal_(generator=generator)
-    if wanted.operator == "all_gather":
-        return OperatorCall(wanted.operator, x, None, group, wire=wanted.wire)
-    weight = linear.weight
     if weight is None:
         weight = like.new_empty(linear.shape).normal_(generator=generator)
     return OperatorCall(wanted.operator, x, weight, group, wanted.dgrad, **how)
 
 
-def _linears(chunk: torch.nn.Module, linears: LinearPatch, micro: _Micro) -> Iterator[_Linear]:
+def _linears(chunk: torch.nn.Module, linears: LinearPatch, sequence: int, micro_batch_size: int) -> Iterator[_Linear]:
     """Yield the linears of a model that will run flux, in the same order on all ranks of a tensor-parallel group."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    module = te_layers() if linears.te is not None else None
-    kinds = {} if module is None else dict(zip(TE_KINDS, te_layer_classes(module), strict=True))
-    optimized = () if module is None else tuple(owner for owner, _ in inference_layers(module))
-    fuser = None if module is None else fused_mlp(module)
+    kinds = linear_classes()
+    optimized, fuser = tuple(cls for cls, _ in inference_classes()), fused_mlp()
     fused = {child for mlp in chunk.modules() if fuser and isinstance(mlp, fuser) for child in mlp.children()}
-    numbers = _layer_numbers(chunk) if kinds and linears.config.fp8 else {}
+    numbers = _layer_numbers(chunk) if linears.te is not None and linears.config.fp8 else {}
     for layer in chunk.modules():
+        kind = next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)
         stock = layer in fused or (isinstance(layer, optimized) and not layer.training)
-        if stock or not linears.covers(layer) or backends_of(layer, linears.config.backends) == STOCK:
+        if kind is None or stock or not linears.covers(layer):
             continue
-        linear = None
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            row = isinstance(layer, RowParallelLinear)
-            linear = _local(layer, row, linears, micro, next(chunk.parameters()).device)
-        elif (kind := next((kind for kind, cls in kinds.items() if isinstance(layer, cls)), None)) is not None:
-            with _autocast_of(layer, numbers.get(layer)):
-                linear = _over_te(layer, kind, linears, micro)
+        if backends_of(layer, linears.config.backends) == STOCK:
+            continue
+        length = sequence // (getattr(layer.config, "context_parallel_size", None) or 1)
+        with _autocast_of(layer, numbers.get(layer)):
+            linear = _linear(layer, kind, linears, length, micro_batch_size, next(chunk.parameters()).device)
         if linear is not None:
             yield linear
+
+
+def _linear(
+    layer: Any, kind: str, linears: LinearPatch, length: int, micro_batch_size: int, device: torch.device
+) -> _Linear | None:
+    """Return ``layer`` with sequences of ``length`` tokens on all ranks of its group; None: it runs stock."""
+    over_te, row, weight = kind not in ("column", "row"), kind in ("row", TE_ROW), getattr(layer, "weight", None)
+    if weight is not None:
+        dtype, device, shape = weight.dtype, weight.device, tuple(weight.shape)
+    elif over_te:  # its parameters are split
+        return None
+    else:  # an output layer that shares the embedding's weight computes in the model's dtype
+        dtype, shape = layer.config.params_dtype, (layer.output_size_per_partition, layer.input_size)
+    like = torch.empty(0, dtype=dtype, device=device)
+    given = like if weight is None else weight
+    rows = length if row or not layer.sequence_parallel else length // layer.tp_group.size()
+    x = torch.empty(rows, micro_batch_size, shape[1], dtype=dtype, device="meta")
+    if over_te:
+        reason = linears.why_stock_te(kind, layer, x, given, (), {})
+    elif row:
+        reason = linears.why_stock_row(layer, x, given, (), {})
+    else:
+        names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")
+        keywords = {name: getattr(layer, name) for name in names}
+        keywords["bias"] = None if layer.skip_bias_add else layer.bias
+        reason = linears.why_stock_column(layer, x, given, (), keywords)
+    if reason is not None:
+        return None
+    # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
+    bias = layer.bias if over_te and not row and layer.apply_bias else None
+    fp8 = linears.te.fp8.gemms(dtype) if over_te and linears.runs_fp8() else None
+    returned = linears.te.returned(layer) if kind == TE_NORM_COLUMN else None
+    return _Linear(layer, row, length * micro_batch_size, weight, shape, bias, like, fp8, returned)
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
@@ -232,37 +237,3 @@ def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
     grad = torch.is_grad_enabled()
     with torch.no_grad(), get_fp8_context(layer.config, number), torch.set_grad_enabled(grad):
         yield  # its end updates scales, unless there are no gradients
-
-
-def _local(layer: Any, row: bool, linears: LinearPatch, micro: _Micro, device: torch.device) -> _Linear | None:
-    weight = layer.weight
-    # An output layer that shares the embedding's weight has none, and computes in the model's dtype.
-    dtype = layer.config.params_dtype if weight is None else weight.dtype
-    like = torch.empty(0, dtype=dtype, device=device)
-    width = layer.input_size_per_partition if row else layer.input_size
-    x = torch.empty(micro.shape(layer, row, width), dtype=dtype, device="meta")
-    if row:
-        reason = linears.why_stock_row(layer, x, weight, (), {})
-        shape = layer.output_size, width
-    else:
-        names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "tp_group")
-        keywords = {name: getattr(layer, name) for name in names}
-        keywords["bias"] = None if layer.skip_bias_add else layer.bias
-        reason = linears.why_stock_column(layer, x, like if weight is None else weight, (), keywords)
-        shape = layer.output_size_per_partition, width
-    # Megatron's own linears have the bias added to the rounded result: no part of the GEMM.
-    return _Linear(layer, row, weight, shape, None, like) if reason is None else None
-
-
-def _over_te(layer: Any, kind: str, linears: LinearPatch, micro: _Micro) -> _Linear | None:
-    weight = getattr(layer, "weight", None)  # none where parameters are split
-    if weight is None:
-        return None
-    row, like = kind == TE_ROW, torch.empty(0, dtype=weight.dtype, device=weight.device)
-    x = torch.empty(micro.shape(layer, row, weight.shape[1]), dtype=weight.dtype, device="meta")
-    if linears.why_stock_te(kind, layer, x, weight, (), {}):
-        return None
-    bias = layer.bias if not row and layer.apply_bias else None
-    fp8 = linears.te.fp8.gemms(like.dtype) if linears.runs_fp8() else None
-    returned = linears.te.returned(layer) if kind == TE_NORM_COLUMN else None
-    return _Linear(layer, row, weight, tuple(weight.shape), bias, like, fp8, returned)

@@ -153,7 +153,7 @@ def examine() -> dict[str, Any]:
             warnings.simplefilter("ignore")  # megatron-core's own, about packages that are reported here
             megatron_core.check_symbols()
         would_patch += REPLACED
-        if megatron_core.te_layers() is not None:
+        if megatron_core.te_classes():
             would_patch += TE_REPLACED
             te_seam.load()
     except FluxError as error:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import is_patched, ops, report, unpatch
-from megatron_flux.patch import by_variable, first_linear
+from megatron_flux.patch import first_linear, patcher
 from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import loss_and_gradients
 
@@ -101,9 +101,10 @@ def switched_on() -> Iterator[io.StringIO]:
     with (
         mock.patch.dict(os.environ, MEGATRON_FLUX="1", RANK=str(dist.get_rank())),
         mock.patch.object(first_linear, "_settled", False),
+        mock.patch.object(patcher, "was_patched", False),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        first_linear.watch(by_variable.switch_on)
+        first_linear.watch()
         try:
             yield printed
         finally:

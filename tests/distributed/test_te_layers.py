@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import FallbackError
-from megatron_flux.patch.megatron_core import inference_layers
+from megatron_flux.patch.megatron_core import inference_classes
 from tests.distributed import te_stand_in
 from tests.distributed.data import saved_bytes
 from tests.distributed.megatron_world import flux
@@ -255,7 +255,7 @@ def test_unpatch_restores_the_identical_objects() -> None:
     with te_megatron(dist.get_world_size()):
         from megatron.core.extensions import transformer_engine as extension
 
-        own = [owner for owner, _ in inference_layers(extension)]  # of transformer_impl=inference_optimized
+        own = [owner for owner, _ in inference_classes()]  # of transformer_impl=inference_optimized
         own.append(extension.TEFusedMLP)
         classes = [*(getattr(extension, name) for name in CLASSES.values()), extension.TELinear, *own]
         before = [dict(vars(cls)) for cls in classes]

@@ -9,7 +9,7 @@ import torch
 from megatron_flux import FluxConfig
 from megatron_flux.patch import linears
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.reasons import TE_KINDS
+from megatron_flux.patch.megatron_core import TE_KINDS
 from tests.unit.groups import group_of
 
 GROUP, X = group_of(2), torch.ones(2, 1, 4)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_flux import UserError, patched
-from megatron_flux.patch import first_linear
+from megatron_flux.patch import first_linear, patcher
 from megatron_flux.patch.megatron_core import LAYERS, TE_LAYERS
 
 Calls = list[str]
@@ -17,9 +17,12 @@ Calls = list[str]
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Return what was switched on, on rank 0 of a process that has just begun."""
     monkeypatch.setattr(first_linear, "_settled", False)
+    monkeypatch.setattr(patcher, "was_patched", False)
     monkeypatch.setattr(first_linear, "_handle", None)
     monkeypatch.setenv("MEGATRON_FLUX", "1")
-    yield []
+    found: Calls = []
+    monkeypatch.setattr(first_linear, "_switch_on", lambda: found.append("on"))
+    yield found
     if first_linear._handle is not None:
         first_linear._handle.remove()
 
@@ -32,18 +35,18 @@ def build(module: str = LAYERS, name: str = "RowParallelLinear") -> None:
 
 @pytest.mark.parametrize(("module", "name"), [(LAYERS, "ColumnParallelLinear"), (TE_LAYERS, "TERowParallelLinear")])
 def test_once_by_the_first_linear(calls: Calls, module: str, name: str) -> None:
-    first_linear.watch(lambda: calls.append("on"))
+    first_linear.watch()
     torch.nn.Linear(1, 1)
     assert calls == []
     build(module, name)
     build()
-    first_linear.watch(lambda: calls.append("again"))
+    first_linear.watch()
     build()
     assert calls == ["on"]
 
 
 def test_beside_other_hooks(calls: Calls) -> None:
-    first_linear.watch(lambda: calls.append("on"))
+    first_linear.watch()
     seen: Calls = []
     other = register_module_parameter_registration_hook(lambda module, name, parameter: seen.append(name))
     try:
@@ -60,7 +63,7 @@ def test_not_switched_on(calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str
         monkeypatch.setenv("MEGATRON_FLUX", "0")
     if why == "settled":
         first_linear.settle()
-    first_linear.watch(lambda: calls.append("on"))
+    first_linear.watch()
     if why == "patched":
         with patched():
             build()
@@ -70,7 +73,7 @@ def test_not_switched_on(calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str
 
 def test_a_value_that_is_neither_on_nor_off(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUX", "maybe")
-    first_linear.watch(lambda: calls.append("on"))
+    first_linear.watch()
     with pytest.raises(UserError, match="MEGATRON_FLUX='maybe'"):
         build()
     assert calls == []

@@ -11,7 +11,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.patch import linears
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.reasons import TE_KINDS
+from megatron_flux.patch.megatron_core import TE_KINDS
 from tests.unit.patch.layers import Layer, TeLayer, Traced, X
 
 KINDS = ("column", "row", *TE_KINDS)

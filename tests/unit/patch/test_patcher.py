@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_flux import FluxConfig, FluxError, UserError, is_patched, patch, patched, unpatch
 from megatron_flux.comm import links
-from megatron_flux.patch import patcher
+from megatron_flux.patch import originals, patcher
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
 """Local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
@@ -136,3 +136,10 @@ def test_the_link_holds_from_the_patch_on() -> None:
         assert links.wanted() == links.Wanted()
     finally:
         links.want(links.Wanted())
+
+
+def test_what_another_library_may_exchange_is_looked_at_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ColumnParallelLinear._forward_impl"
+    found = originals.Originals(originals.COLUMN, name, ColumnParallelLinear._forward_impl)
+    monkeypatch.setattr(originals, "_reason", lambda label, _: pytest.fail(f"{label} is looked at in a call"))
+    assert found.why_stock() is None

@@ -13,8 +13,8 @@ import megatron_flux
 from megatron_flux import FallbackError, FluxConfig
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.linears import LinearPatch
-from megatron_flux.patch.megatron_core import INFERENCE_LAYERS, TE_LAYERS
-from megatron_flux.patch.reasons import CHOICE, INFERENCE_OPTIMIZED, TE_KINDS
+from megatron_flux.patch.megatron_core import INFERENCE_LAYERS, TE_KINDS, TE_LAYERS
+from megatron_flux.patch.reasons import CHOICE, INFERENCE_OPTIMIZED
 from tests.unit.patch.layers import X
 
 

@@ -216,7 +216,9 @@ class Relaunch:
         numbers: list[tuple[int, int]] = []
         fixed, maps = [], dict(self.first.operands)
         for name, argument in given.items():
-            at = self._kernel.places[name]
+            at = self._kernel.places.get(name)
+            if at is None:
+                continue  # 1, which Triton has made a constant, is 1 in all such calls
             if type(argument) is int:
                 numbers.append((at, argument))
                 continue

@@ -66,7 +66,7 @@ def plan(call: OperatorCall, name: str) -> Plan:
         with torch.inference_mode(False), torch.no_grad():
             return plan(call, name)
     tuned = name == _tuned.name or (name == "auto" and next(reversed(_backends.values())) is _tuned)
-    if tuned and (further := _tuned.tuner.further(call)) is not None:
+    if tuned and call.x.get_device() >= 0 and (further := _tuned.tuner.further(call)) is not None:
         return further
     backend, reason = select(name, call.x, call.weight, call.group)
     reasons = [] if reason is None else [reason]

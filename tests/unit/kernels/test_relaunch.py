@@ -53,3 +53,12 @@ def test_a_launch_has_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         Relaunch(kernel, 1, (x, tiles(x), 128, 3, 4, None, x), ("z",))
     with pytest.raises(UnknownLayoutError, match="missing"):
         Relaunch(kernel, 1, (x, tiles(x), 128, 3, 4), ("x",))
+
+
+def test_an_integer_that_is_a_constant_of_the_kernel_is_none_of_its_rows() -> None:
+    """Triton compiles 1 into the kernel: a shard of one row, transposed."""
+    signature = (("x", "*u8"), ("m", "constexpr"), ("apart", "i32"))
+    kernel = Kernel(Compiled("transpose", b"", 0, 4, signature, (), (8, 4, 8, 8)))
+    again = Relaunch(kernel, 1, (torch.zeros(16, dtype=torch.uint8), 1, 2), ["x"])
+    rows = again.rows({"m": 1, "apart": 4}, 7)
+    assert (list(rows.numbers), rows.grid) == ([(1, 4)], 7)

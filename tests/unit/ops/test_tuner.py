@@ -284,8 +284,10 @@ def test_what_follows_is_not_looked_for_among_backends_unless_a_newer_one_is_reg
     monkeypatch.setattr(registry._tuned.tuner, "further", lambda call: plan)
     if newer:
         monkeypatch.setitem(registry._backends, "newer", registry._reference)
-    assert (registry.plan(call_of(), "auto") is plan) is not newer
-    assert registry.plan(call_of(), "reference") is not plan
+    call = call_of()._replace(x=X.as_subclass(OnGpu), weight=W.as_subclass(OnGpu))
+    assert (registry.plan(call, "auto") is plan) is not newer
+    assert registry.plan(call, "reference") is not plan
+    assert registry.plan(call_of(), "auto") is not plan, "on a CPU"
 
 
 def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:

@@ -98,10 +98,11 @@ show_logs() {
     rm -r "$log"
 }
 trap show_logs EXIT
-"$PYTHON" -m pytest tests/unit tests/gpu tests/distributed -m "te or not (ranks or commands)" >"$log/beside-1" 2>&1 &
+"$PYTHON" -m pytest tests/unit tests/gpu tests/distributed -m "te or not (ranks or commands)" \
+    --ignore=tests/unit/kernels >"$log/beside-1" 2>&1 &
 beside+=($!)
-{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests -m commands --ignore=tests/unit --ignore=tests/gpu; } \
-    >"$log/beside-2" 2>&1 &
+{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests -m commands --ignore=tests/unit --ignore=tests/gpu &&
+    "$PYTHON" -m pytest tests/unit/kernels; } >"$log/beside-2" 2>&1 &
 beside+=($!)
 failed=0
 "$PYTHON" -m pytest tests/distributed tests/field tests/train -m "not (te or commands)" | tee "$log/ranks" || failed=$?

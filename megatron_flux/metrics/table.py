@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
@@ -193,12 +192,16 @@ def print_table(
     Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. Where the encoding lacks
     a character there is a ``?``.
     """
-    # A table takes its own width.
-    console = Console(file=file, highlight=False, emoji=False, markup=False, width=10_000)
-    if isinstance(console.file, io.TextIOWrapper):
-        console.file.reconfigure(errors="replace")
+    console = Console(
+        file=file, highlight=False, emoji=False, markup=False, width=10_000
+    )  # a table takes its own width
+
+    def encodable(cell: str | Text) -> Text:
+        plain, style = (cell.plain, cell.style) if isinstance(cell, Text) else (cell, "")
+        return Text(plain.encode(console.encoding, "replace").decode(console.encoding), style)
+
     if title:
-        console.print(title, style="bold", soft_wrap=True)
-    console.print(grid(head, rows))
+        console.print(encodable(title), style="bold", soft_wrap=True)
+    console.print(grid(head, [map(encodable, row) for row in rows]))
     for note in notes:
-        console.print(note, soft_wrap=True)
+        console.print(encodable(note), soft_wrap=True)

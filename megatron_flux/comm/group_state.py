@@ -120,6 +120,8 @@ class GroupState:
         (:mod:`megatron_flux.ops.backend`)."""
         self.fused: Cache[Hashable, Any] = Cache()
         """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused_plan`), by what these have in common."""
+        self.further: Cache[Hashable, Any] = Cache()
+        """How a tuner's calls of a further m run, by what these have in common. It holds plans of :attr:`fused`."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """A tuner's plans for this group."""
 
@@ -227,6 +229,7 @@ class GroupState:
         """Let the next call of each kind choose its backend and plan anew."""
         self.plans.clear()
         self.fused.clear()
+        self.further.clear()
 
     def slab_bytes(self) -> int:
         """Return the bytes of symmetric memory that this rank holds for the group."""

@@ -94,9 +94,6 @@ class Decisions:
     """By the kind of call, and the bucket of m."""
     at_once: Cache[tuple[object, ...], None] = field(default_factory=Cache)
     """Kinds of calls with plans that run at once: their kernels are compiled, or they were asked for ahead."""
-    further: Cache[tuple[object, ...], Further] = field(default_factory=Cache)
-    """By the kind of call, and the bucket of m: how further calls run. Found here, a plan costs a third of its host
-    time; nothing is found elsewhere that would be another one."""
     tries: bool | None = None
     """What is not known is tried; None before the first such call."""
 
@@ -161,7 +158,7 @@ class Tuner:
 
     def further(self, call: OperatorCall) -> FusedPlan | None:
         """Return the plan of ``call`` if it follows from what calls of other m run, without a look at anything else."""
-        found = self.decisions(call.group).further.get((call.alike, _bucket(call.m)))
+        found = state_of(call.group).further.get((self, call.alike, _bucket(call.m)))
         return None if found is None else found.plan_of(call)
 
     def decide(self, call: OperatorCall, *, full: bool = False) -> Entry:
@@ -210,12 +207,12 @@ class Tuner:
         if not self._tries(call.group) or (alike, entry.plan) in decisions.at_once:
             kind, plan = self._kind(call, captured=False), self._planned(call, entry)
             if isinstance(plan, FusedPlan) and plan.any_rows and len(like := kind.known_like(call.m)) == 1:
-                key = alike, _bucket(call.m)
-                found = decisions.further.get(key) or Further(kind, kind.known[like[0]], {})
+                key, further = (self, alike, _bucket(call.m)), state_of(call.group).further
+                found = further.get(key) or Further(kind, kind.known[like[0]], {})
                 wanted: Any = entry.plan
                 if plan.config.ws == (getattr(wanted, "tiles", None) or wanted).ws:  # not a substitute's
                     found.plans[entry.plan] = plan
-                decisions.further[key] = found
+                further[key] = found
             return plan
         trial = self._compiling(call, entry)
         if trial.decided is not None:
@@ -304,7 +301,7 @@ class Tuner:
         new = kind.near(call, m) is None
         if new or not later:
             kind.known[m] = kind.entries[m] = entry
-            self.decisions(call.group).further.clear()
+            state_of(call.group).further.clear()
         if new and later and entry.ms and call.group.rank() == 0:
             _writer().submit(cache.keep, kind.key(m), entry)
         return entry
@@ -323,7 +320,7 @@ class Tuner:
             for other, entry in found.items():
                 if entry.run is None or other not in kind.known:  # which may not be in a file that cannot be written
                     kind.known[other] = entry
-            self.decisions(call.group).further.clear()
+            state_of(call.group).further.clear()
         return kind
 
 

@@ -270,6 +270,8 @@ def test_further_m_are_found_at_once_where_kernels_are_compiled_or_nothing_is_tr
     first = tuner.plan(call_of())
     assert (first is plan) is not tries, "its kernels are not compiled"
     assert tuner.tuner.further(call_of(10)) is (None if tries else plan)
+    state_of(GROUP).forget_plans()
+    assert tuner.tuner.further(call_of(10)) is None, "it would outlive the workspaces that the group drops"
     if tries:
         tuner.tuner._note_at_once(call_of(), Entry(backend="fused", plan=config))
         assert tuner.plan(call_of()) is plan

@@ -87,8 +87,9 @@ fi
 
 # All of them and the types, in three sessions side by side. What a worker or a command imports takes seconds, so each
 # kind of process is started by one session alone: workers over TransformerEngine by the first, which runs unit tests
-# too; the warm Python's commands and Slurm's jobs by the second; other workers by the third. What the first two print
-# is shown when all have ended, and failures once more at the end, where somebody who sees only the last lines looks.
+# too; the warm Python's commands and Slurm's jobs by the second; other workers by the third, which compiles kernels.
+# What the first two print is shown when all have ended, and failures once more at the end, where somebody who sees only
+# the last lines looks.
 log=$(mktemp -d)
 beside=()
 show_logs() {
@@ -101,11 +102,12 @@ trap show_logs EXIT
 "$PYTHON" -m pytest tests/unit tests/gpu tests/distributed -m "te or not (ranks or commands)" \
     --ignore=tests/unit/kernels >"$log/beside-1" 2>&1 &
 beside+=($!)
-{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests -m commands --ignore=tests/unit --ignore=tests/gpu &&
-    "$PYTHON" -m pytest tests/unit/kernels; } >"$log/beside-2" 2>&1 &
+{ "$PYTHON" -m mypy && "$PYTHON" -m pytest tests -m commands --ignore=tests/unit --ignore=tests/gpu; } \
+    >"$log/beside-2" 2>&1 &
 beside+=($!)
 failed=0
-"$PYTHON" -m pytest tests/distributed tests/field tests/train -m "not (te or commands)" | tee "$log/ranks" || failed=$?
+"$PYTHON" -m pytest tests/unit/kernels tests/distributed tests/field tests/train -m "not (te or commands)" |
+    tee "$log/ranks" || failed=$?
 for session in "${beside[@]}"; do
     wait "$session" || failed=$?
 done

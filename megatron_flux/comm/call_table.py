@@ -53,6 +53,8 @@ class CallTable:
 
     def name(self, spec: int, words: str, m: int) -> None:
         """Note what to call ``spec`` in errors. Of very many the older ones are forgotten."""
+        if spec in self.words:
+            return
         if len(self.words) >= MOST_WORDS:
             self.words.clear()
         self.words[spec] = words, m

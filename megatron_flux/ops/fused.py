@@ -140,9 +140,8 @@ class AllGatherGemmPlan(_Gathering):
             scales = fp8.x.scale_inv.data_ptr()
         try:
             half, stream = work.claim(binding.number)
-            kernels, side, views = binding.kernels, self._side, binding.views[half]
-            if views is None:
-                views = self._views(binding, call, half)
+            kernels, side = binding.kernels, self._side
+            views = binding.views[half] or self._views(binding, call, half)
             if side is not None:
                 driver.record(side.before, stream)
             _send(side, views.push, x.data_ptr(), scales)

@@ -29,6 +29,7 @@ from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
 from megatron_flux.metrics.strict_json import write_atomically
+from megatron_flux.patch.patcher import patched
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -50,7 +51,7 @@ class Lengths:
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
-        with gradient_accumulation_fusion():
+        with gradient_accumulation_fusion(), patched():  # as in a training, before the model is built
             self.block = variants.build("te", self.work, self.tp, self.device)
         variants.shareable_weights(self.block, trained=lambda name: True)
         self.seen: set[int] = set()

@@ -273,13 +273,15 @@ def key_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], 
 
 
 def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], device: int) -> Kernel:
-    """Return the kernel of such a launch, on the GPU; it is compiled here if need be. Raises UnknownLayoutError."""
+    """Return the kernel of such a launch, on the GPU. It is compiled here unless another process has done it: a small
+    one takes less time than what that process does before it. Raises UnknownLayoutError.
+    """
     key = key_of(kernel, arguments, constants, device)
     found = _loaded.get(key)
     if found is None:
         future = ahead.get(key)
-        here = future is None or (future.done() and future.exception() is not None)
-        compiled = warm_up(kernel, arguments, constants) if here or future is None else future.result()
+        there = future is not None and future.done() and future.exception() is None
+        compiled = future.result() if there and future else warm_up(kernel, arguments, constants)
         found = Kernel(compiled)
         found.function = driver.load(compiled.cubin, compiled.name, compiled.shared)
         _loaded[key] = found

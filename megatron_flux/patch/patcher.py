@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -181,15 +182,26 @@ def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
             yield _replacement(wrapper, "forward", "", partial(adapters.forward_of, linears, form_of))
 
 
-def _reach_wrappers(*_: object) -> None:
-    """Replace wrappers that were imported since ``patch()``."""
+def _begin_model(_module: object, _name: str, parameter: torch.Tensor) -> None:
+    """Replace wrappers that were imported since ``patch()``; have small kernels compiled for a model on GPUs."""
     if _replacements and _linears is not None:
         _install(_of_wrappers(_linears))
+        if parameter is not None and parameter.is_cuda and links.asked() in (None, "nvlink"):
+            _compile_early(parameter.device)
+
+
+def _compile_early(device: torch.device) -> None:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    tp = state.get_tensor_model_parallel_world_size() if state and state.model_parallel_is_initialized() else 1
+    if tp > 1:
+        from megatron_flux.ops.early import compile_small_kernels
+
+        compile_small_kernels(tp, device)
 
 
 # Before a wrapper is built, its adapter's parameters are registered. patch() may be called by such a hook itself, and
 # another must not come while hooks run: so this one is there from the start.
-register_module_parameter_registration_hook(_reach_wrappers)
+register_module_parameter_registration_hook(_begin_model)
 
 
 def unpatch() -> None:

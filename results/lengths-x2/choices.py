@@ -2,7 +2,7 @@ r"""Compare the plans that a training chooses in use with those of exhaustive tu
 
     megatron-flux tune --preset MODEL --tp 2 --tokens M [--fp8-recipe current]
     torchrun --nproc-per-node 2 results/lengths-x2/choices.py \
-        --tuned FILE --preset MODEL --m M [--fp8 current] --out JSON
+        --tuned FILE --preset MODEL --tokens M [--fp8 current] --out JSON
 
 ``tune`` writes FILE, tuned.json in its cache folder. Plans that ship are left out. 300 steps choose in use; then every
 round makes ten steps with those choices, and ten with the plans of FILE, in turns. ``calls`` has both choices for each
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tuned", type=Path, required=True)
     parser.add_argument("--preset", required=True)
-    parser.add_argument("--m", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--fp8", default=None)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
@@ -66,7 +66,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     shipped.find = lambda key, m: {}
     with process_groups(LayerRun(workloads=(), variants=("te", "flux_te"), tp=2, out=options.out)):
-        layers, m = Lengths(options, options.fp8), options.m
+        layers, m = Lengths(options, options.fp8), options.tokens
         for _ in range(3):
             layers.step("te", m)
         with tempfile.TemporaryDirectory() as folder:

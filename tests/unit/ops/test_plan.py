@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, by_rule, candidates, fits, for_fp8, in_fewest_rounds, workers
+from megatron_flux.ops.tuner import candidates as candidates_module
+from megatron_flux.ops.tuner.cache import Entry
 from tests.unit.groups import group_of
 
 AG, RS = "all_gather_gemm", "gemm_reduce_scatter"
@@ -64,6 +68,22 @@ def test_another_m_may_want_tiles_of_the_other_width(mp: int, bn: int, wanted: i
     assert (found is given) == (bn == wanted)
     assert fits(RS, found, mp, 4096, 7168, 2)
     assert in_fewest_rounds(KernelConfig(bn=256), 1760, 4096, 2, 132).bn == 256, "plain kernels"
+
+
+@pytest.mark.parametrize(("split", "wanted"), [(None, 128), (False, 128), (True, 256)])
+def test_so_does_one_in_fp8_unless_two_teams_share_a_tile(split: bool | None, wanted: int) -> None:
+    m, n, k, fp8 = 3520, 512, 128, None
+    x, weight = torch.zeros(m, k).bfloat16(), torch.zeros(n, k).bfloat16()
+    if split is not None:
+        fp8 = Fp8Pair(quantized(x.float(), "tensor"), quantized(weight.float(), "tensor"), split=split)
+        x, weight = fp8.x.numbers, fp8.weight.numbers
+    call = OperatorCall(RS, x, weight, group_of(2), fp8=fp8)
+    plan = KernelConfig(ws=True, stages=3, ring=4, bk=64 if fp8 is None else 128, teams=2 if split else 1)
+    with mock.patch.object(candidates_module, "sm_count", lambda device: 16):  # 56 tiles: 4 rounds, or 7 of half ones
+        found = candidates_module.in_fewest_rounds(call, Entry(backend="fused", plan=plan))
+    assert isinstance(found.plan, KernelConfig)
+    assert found.plan.bn == wanted
+    assert fits(RS, found.plan, m // 2, n, k, 2)
 
 
 def test_shards_of_eight_row_blocks_may_be_done_two_at_a_time() -> None:

@@ -36,6 +36,7 @@ from megatron_flux.errors import UnsupportedVersionError, one_line
 from megatron_flux.layers import DelayedWgrad, Norm, Returned
 from megatron_flux.layers.backward import unread_gradient
 from megatron_flux.layers.precision import LinearState
+from megatron_flux.log_once import log_once
 from megatron_flux.patch import seams
 from megatron_flux.patch.megatron_core import release_of, shown
 from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8, gemm_options
@@ -147,6 +148,11 @@ class TransformerEngine:
         :attr:`fp8` has.
         """
         if any(_userbuffers(layer)):
+            if layer.ub_bulk_wgrad and not weight.requires_grad:
+                log_once(
+                    "TransformerEngine's userbuffers (tp_comm_overlap) do not sum dx over ranks where a weight is "
+                    "frozen: gradients of all layers before are wrong. Train without tp_comm_overlap (docs/fine-tuning.md)"
+                )
             return "userbuffers (tp_comm_overlap)"
         symmetric = getattr(layer, "symmetric_ar_type", None)
         if symmetric is not None and layer.parallel_mode == "row" and not layer.sequence_parallel:

@@ -79,7 +79,7 @@ def test_so_does_one_in_fp8_unless_two_teams_share_a_tile(split: bool | None, wa
         x, weight = fp8.x.numbers, fp8.weight.numbers
     call = OperatorCall(RS, x, weight, group_of(2), fp8=fp8)
     plan = KernelConfig(ws=True, stages=3, ring=4, bk=64 if fp8 is None else 128, teams=2 if split else 1)
-    with mock.patch.object(candidates_module, "sm_count", lambda device: 16):  # 56 tiles: 4 rounds, or 7 of half ones
+    with mock.patch.object(candidates_module, "sm_count", return_value=16):  # 56 tiles: 4 rounds, or 7 of half ones
         found = candidates_module.in_fewest_rounds(call, Entry(backend="fused", plan=plan))
     assert isinstance(found.plan, KernelConfig)
     assert found.plan.bn == wanted

@@ -36,7 +36,7 @@ RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_mailbox.py"
+TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_boxes.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
 _PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
@@ -312,10 +312,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a message is read that is there in parts",
-        "megatron_flux/comm/mailbox.py",
-        "if _checksum(number, message) != checksum:",
+        "megatron_flux/comm/agreement.py",
+        "if zlib.crc32(message, number & 0xFFFFFFFF) != checksum:",
         "if len(message) < length:",
-        ("tests/unit/comm/test_mailbox.py::test_a_message_that_is_seen_in_parts_is_not_there",),
+        ("tests/unit/comm/test_boxes.py::test_a_message_that_is_seen_in_parts_is_not_there",),
     ),
     Fault(
         "a call that was broken off on one rank is kept from the others",

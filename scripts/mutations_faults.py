@@ -473,7 +473,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a kernel starts before its peers have come",
-        f"{OPS}/fused_plan.py",
+        f"{OPS}/fused.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
         (
@@ -687,7 +687,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a gather is waited for before the streams are in order",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         "                    else:\n                        work.end()\n",
         "                    else:\n                        pass\n",
         (f"{PLANS}::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",),
@@ -862,14 +862,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a shard is transposed into the columns of another rank",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         "[:, work.rank * mp : (work.rank + 1) * mp]",
         "[:, :mp]",
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
     ),
     Fault(
         "a gathered dy lies where the next layer's x is gathered",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         'self.purpose = "held gather" if call.async_op else "gather"',
         'self.purpose = "gather"',
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
@@ -890,9 +890,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a gather that is held begins at once",
-        f"{OPS}/fused.py",
-        "            if not held:\n                _send",
-        "            if True:\n                _send",
+        f"{OPS}/fused_gather.py",
+        "            if not held:\n                push.send",
+        "            if True:\n                push.send",
         (f"{PLANS}::test_a_gather_that_is_held_is_sent_behind_what_was_sent_since",),
     ),
     # TransformerEngine's layers in FP8.

@@ -15,8 +15,8 @@ wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
     * The first agreement of a group begins with a *meeting* over the job's store, for which all ranks wait: if all are
-      on one host and can open each other's boxes (:class:`Box`), messages go that way from then on, else over the store.
-      Boxes only grow, so new ones are made at another meeting every :data:`MEET_EVERY`.
+      on one host and can open each other's boxes (:class:`Box`), messages go that way from then on, else over the
+      store. Boxes only grow, so new ones are made at another meeting every :data:`MEET_EVERY`.
     * Agreements of a group are numbered on each rank as they begin, and each says what it is about. Ranks that meet in
       agreements about different things all raise OutOfStepError with every rank's topic. That happens where one rank
       alone has caught an exception in the middle of a first call and made that call again, or another one. Nobody

@@ -36,7 +36,7 @@ RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_mailbox.py"
+TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_boxes.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
 _PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
@@ -312,10 +312,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a message is read that is there in parts",
-        "megatron_flux/comm/mailbox.py",
-        "if _checksum(number, message) != checksum:",
+        "megatron_flux/comm/agreement.py",
+        "if zlib.crc32(message, number & 0xFFFFFFFF) != checksum:",
         "if len(message) < length:",
-        ("tests/unit/comm/test_mailbox.py::test_a_message_that_is_seen_in_parts_is_not_there",),
+        ("tests/unit/comm/test_boxes.py::test_a_message_that_is_seen_in_parts_is_not_there",),
     ),
     Fault(
         "a call that was broken off on one rank is kept from the others",
@@ -473,7 +473,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a kernel starts before its peers have come",
-        f"{OPS}/fused_plan.py",
+        f"{OPS}/fused.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
         (
@@ -687,7 +687,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a gather is waited for before the streams are in order",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         "                    else:\n                        work.end()\n",
         "                    else:\n                        pass\n",
         (f"{PLANS}::test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order",),
@@ -862,14 +862,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a shard is transposed into the columns of another rank",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         "[:, work.rank * mp : (work.rank + 1) * mp]",
         "[:, :mp]",
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
     ),
     Fault(
         "a gathered dy lies where the next layer's x is gathered",
-        f"{OPS}/fused.py",
+        f"{OPS}/fused_gather.py",
         'self.purpose = "held gather" if call.async_op else "gather"',
         'self.purpose = "gather"',
         (f"{FP8}::test_shards_are_transposed_into_their_places",),
@@ -890,9 +890,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a gather that is held begins at once",
-        f"{OPS}/fused.py",
-        "            if not held:\n                _send",
-        "            if True:\n                _send",
+        f"{OPS}/fused_gather.py",
+        "            if not held:\n                push.send",
+        "            if True:\n                push.send",
         (f"{PLANS}::test_a_gather_that_is_held_is_sent_behind_what_was_sent_since",),
     ),
     # TransformerEngine's layers in FP8.

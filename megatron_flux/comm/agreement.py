@@ -15,8 +15,8 @@ wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
     * The first agreement of a group begins with a *meeting* over the job's store, for which all ranks wait: if all are
-      on one host and can open each other's boxes (:mod:`~megatron_flux.comm.mailbox`), messages go that way from then
-      on, else over the store. Boxes only grow, so new ones are made at another meeting every :data:`MEET_EVERY`.
+      on one host and can open each other's boxes (:class:`Box`), messages go that way from then on, else over the
+      store. Boxes only grow, so new ones are made at another meeting every :data:`MEET_EVERY`.
     * Agreements of a group are numbered on each rank as they begin, and each says what it is about. Ranks that meet in
       agreements about different things all raise OutOfStepError with every rank's topic. That happens where one rank
       alone has caught an exception in the middle of a first call and made that call again, or another one. Nobody
@@ -33,23 +33,28 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
+import secrets
+import struct
 import time
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-from megatron_flux.comm.mailbox import Address, Box
 from megatron_flux.comm.timeouts import group_timeout_s
 from megatron_flux.errors import OperatorError, one_line
 
 _Result = TypeVar("_Result")
 _Machine = tuple[str, ...]
+Address = tuple[int, int, bytes]
+"""Where processes of its host find a box: its owner's id and descriptor, and its token."""
 
 MEET_EVERY = 10_000
 """Agreements, of some hundred bytes each, between two meetings of a group that has boxes."""
@@ -77,6 +82,65 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+class Box:
+    """A file in memory to which one rank alone appends its messages, and which its peers read.
+
+    A look into a peer's box takes a microsecond or two; a request to the store takes from 0.1 to 1 ms. The file has no
+    name, and is outside /dev/shm with its limit: peers open it as the owner's descriptor, below /proc. The system frees
+    it with the last process that has it open, however that ends.
+
+    Hazards
+        * Of a message that is just being written a reader may see a part, on processors other than x86 in any order.
+          So each has a checksum, over its number too: until that fits, it is not there.
+        * A process id may be another process by now, and what is taken for one host may be two. So a file begins with
+          a token.
+        * A forked child inherits the descriptors: it must not write.
+    """
+
+    _HEAD = struct.Struct("=qqI")  # a message's number, length and checksum
+    _TOKEN_BYTES = 8
+
+    def __init__(self, handle: int) -> None:
+        """Take over the descriptor ``handle``."""
+        self._handle = handle
+        self._at = self._TOKEN_BYTES  # where the next message to read begins
+        weakref.finalize(self, os.close, handle).atexit = False
+
+    @classmethod
+    def create(cls) -> tuple[Box, Address]:
+        """Return a box for the calling rank. Raises OSError."""
+        handle, token = os.memfd_create("megatron_flux"), secrets.token_bytes(cls._TOKEN_BYTES)
+        box = cls(handle)
+        os.write(handle, token)
+        return box, (os.getpid(), handle, token)
+
+    @classmethod
+    def at(cls, address: Address) -> Box:
+        """Return a peer's box. Raises OSError or ValueError."""
+        process, there, token = address
+        box = cls(os.open(f"/proc/{process}/fd/{there}", os.O_RDONLY))
+        if os.pread(box._handle, cls._TOKEN_BYTES, 0) != token:
+            raise ValueError(f"descriptor {there} of process {process} is something else")
+        return box
+
+    def put(self, number: int, message: bytes) -> None:
+        """Append a message."""
+        head = self._HEAD.pack(number, len(message), zlib.crc32(message, number & 0xFFFFFFFF))
+        os.write(self._handle, head + message)
+
+    def new(self) -> Iterator[tuple[int, bytes]]:
+        """Yield what has been appended since the last time, as ``(number, message)``."""
+        left = os.fstat(self._handle).st_size - self._at
+        data = os.pread(self._handle, left, self._at) if left > 0 else b""
+        while len(data) >= (size := self._HEAD.size):
+            number, length, checksum = self._HEAD.unpack_from(data)
+            message, data = data[size : size + length], data[size + length :]
+            if zlib.crc32(message, number & 0xFFFFFFFF) != checksum:
+                return
+            self._at += size + length
+            yield number, message
 
 
 class Agreements:
@@ -107,12 +171,22 @@ class Agreements:
         self._came: dict[tuple[int, int], bytes] = {}
         """What has come in boxes, by number and rank."""
 
-    def begin(self, value: Any, about: str) -> Callable[[], list[Any]]:
-        """See :func:`begin`."""
-        if self._number == 0 or (self._boxes and self._number % MEET_EVERY == 0):
+    def begin(self, value: Any, about: str, topic: str | None = None) -> Callable[[], list[Any]]:
+        """See :func:`begin`; ``topic``: what the message says that it is about, in a meeting."""
+        if topic is None and (self._number == 0 or (self._boxes and self._number % MEET_EVERY == 0)):
             self._meet(about)
-        number = self._send(value, about, about)
-        return lambda: self._end(number, about)
+        self._number = number = self._number + 1
+        self._open.add(number)
+        try:
+            content = about if topic is None else topic, value, frozenset(self._open)
+            message = self._came[number, self._rank] = pickle.dumps(content)
+            if self._box is not None:
+                self._box.put(number, message)
+            else:
+                self._store.set(self._key(number, self._rank), message)
+        except BaseException as error:
+            raise self._failed(about, error)  # noqa: B904 - from itself, or with its cause
+        return functools.partial(self._end, number, about)
 
     def _meet(self, about: str) -> None:
         """Find the peers' processes, and open their boxes if all ranks can."""
@@ -121,7 +195,7 @@ class Agreements:
             own, address = Box.create()
         here = machine()
         place: tuple[_Machine, int, Address | None] = here, os.getpid(), address
-        places = dict(zip(self._ranks, self._end(self._send(place, "", about), about), strict=True))
+        places = dict(zip(self._ranks, self.begin(place, about, "")(), strict=True))
         boxes: dict[int, Box] = {}
         for rank in self._ranks:
             where, process, address = places[rank]
@@ -134,22 +208,8 @@ class Agreements:
                     if address is not None:
                         boxes[rank] = Box.at(address)
         mine = own is not None and 0 < len(boxes) == len(self._ranks) - 1
-        all_can = all(self._end(self._send(mine, "", about), about))
+        all_can = all(self.begin(mine, about, "")())
         self._box, self._boxes = (own, boxes) if all_can else (None, {})
-
-    def _send(self, value: Any, topic: str, about: str) -> int:
-        """Begin an agreement: send this rank's message, and return its number."""
-        self._number = number = self._number + 1
-        self._open.add(number)
-        try:
-            message = self._came[number, self._rank] = pickle.dumps((topic, value, frozenset(self._open)))
-            if self._box is not None:
-                self._box.put(number, message)
-            else:
-                self._store.set(self._key(number, self._rank), message)
-        except BaseException as error:
-            raise self._failed(about, error)  # noqa: B904 - from itself, or with its cause
-        return number
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
@@ -170,17 +230,18 @@ class Agreements:
         """Wait for the messages of all ranks and return their values. Raises OutOfStepError."""
         boxed = self._box is not None
         try:
-            pickled = self._wait(number, about)
-            messages = [pickle.loads(pickled[rank]) for rank in self._ranks]  # noqa: S301 - our own ranks'
+            found = self._wait(number, about)
+            messages = map(pickle.loads, map(found.__getitem__, self._ranks))  # our own ranks'
+            topics, values, opened = zip(*messages, strict=True)
         except BaseException as error:
-            raise self._failed(about, error)  # noqa: B904 - as in _send
-        topics, values, opened = zip(*messages, strict=True)
+            raise self._failed(about, error)  # noqa: B904 - as in begin
         self._open.discard(number)
         # Whoever has begun this one has begun all before it, and has read those that it has not said to be open.
         unread = frozenset[int]().union(*opened)
-        for read in [one for one in self._left if one < number and one not in unread]:
-            self._left.remove(read)
-            self._store.delete_key(self._key(read, self._rank))
+        for one in self._left.copy():
+            if one < number and one not in unread:
+                self._left.remove(one)
+                self._store.delete_key(self._key(one, self._rank))
         if not boxed:
             self._left.append(number)
         if len(set(topics)) > 1:
@@ -194,28 +255,32 @@ class Agreements:
             )
         return list(values)
 
-    def _read(self, number: int, found: dict[int, bytes], ranks: list[int]) -> None:
-        """Add to ``found`` the messages of ``ranks`` that are there, those in the store only together."""
+    def _read(self, number: int, found: dict[int, bytes], ranks: list[int]) -> list[int]:
+        """Add to ``found`` the messages of ``ranks`` that are there, those in the store only together, and return the
+        ranks whose messages are not.
+        """
         for rank, box in self._boxes.items():
             for one, message in box.new():
                 self._came[one, rank] = message
+        missing = []
         for rank in ranks:
             if (number, rank) in self._came:
                 found[rank] = self._came.pop((number, rank))
-        keys = [self._key(number, rank) for rank in ranks]
-        if not self._boxes and self._store.check(keys):
-            # One request for all: the ranks of a large job would wait for each other's at the one server.
-            pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
-            found.update(zip(ranks, pickled, strict=True))
+            else:
+                missing.append(rank)
+        if self._boxes or not missing or not self._store.check(keys := [self._key(number, rank) for rank in missing]):
+            return missing
+        # One request for all: the ranks of a large job would wait for each other's at the one server.
+        pickled = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+        found.update(zip(missing, pickled, strict=True))
+        return []
 
     def _wait(self, number: int, about: str) -> dict[int, bytes]:
         """Wait for all messages, without holding a lock: other threads use the store, and the interpreter."""
         began = looked = time.monotonic()
-        found = {self._rank: self._came.pop((number, self._rank))}
-        while missing := [rank for rank in self._ranks if rank not in found]:
-            self._read(number, found, missing)
-            if len(found) == len(self._ranks):
-                break
+        found: dict[int, bytes] = {}
+        missing = self._ranks
+        while missing := self._read(number, found, missing):
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
@@ -225,9 +290,7 @@ class Agreements:
                         f"{self._store.get(self._ended).decode()}"
                     )
                 exited = [rank for rank, process in self._peers.items() if process is None or not lives(process)]
-                for rank in missing:
-                    self._read(number, found, [rank])
-                missing = [rank for rank in missing if rank not in found]
+                missing = [rank for rank in missing if self._read(number, found, [rank])]
                 if lost := [rank for rank in missing if rank in exited]:
                     raise OperatorError(f"{self._who}: {about}: the processes of peer rank(s) {lost} have ended")
                 if missing and now - began > self._timeout_s:
@@ -283,7 +346,8 @@ def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) 
         error = raised
     mine = (value, None if error is None else f"{type(error).__name__}: {one_line(error)}")
     results, errors = zip(*of_all_ranks(mine, group, about), strict=True)
-    if causes := "; ".join(f"tp rank {rank}: {why}" for rank, why in enumerate(errors) if why is not None):
+    if any(errors):
+        causes = "; ".join(f"tp rank {rank}: {why}" for rank, why in enumerate(errors) if why is not None)
         raise TogetherError(f"{about} failed ({causes})") from error
     return list(results)
 

@@ -23,7 +23,7 @@ from megatron_flux.errors import OperatorError, UserError
 LAST = 1023
 """Calls that a row holds, less one. Ranks that are further apart are not compared."""
 MOST_WORDS = 4096
-"""Names of calls that are kept for errors."""
+"""Of :attr:`CallTable.words`; of very many the older ones are forgotten."""
 _ROW = 8 * (LAST + 1)
 
 
@@ -50,14 +50,6 @@ class CallTable:
         self.words: dict[int, tuple[str, int]] = {}
         """Calls in words, with {} in place of m, and m; by their specs: hashes of 32 bits."""
         self.number = self.spec = 0
-
-    def name(self, spec: int, words: str, m: int) -> None:
-        """Note what to call ``spec`` in errors. Of very many the older ones are forgotten."""
-        if spec in self.words:
-            return
-        if len(self.words) >= MOST_WORDS:
-            self.words.clear()
-        self.words[spec] = words, m
 
     def clear(self) -> None:
         """Count from zero; all ranks do so before a barrier."""

@@ -48,11 +48,6 @@ class Edges(NamedTuple):
     late: bool = False
     columns: int = 0  # of the smaller piece and, in whole numbers, of the other; the last of them may be cut short by k
 
-    @property
-    def flags(self) -> int:
-        """Number of flags of a shard."""
-        return 2 if self.early or self.late else 1
-
 
 WHOLE = Edges()
 
@@ -78,8 +73,20 @@ class Push(NamedTuple):
     epoch: int
     scale_bytes: int = 0  # of a shard in FP8 that has scales in blocks
 
-    def enqueue(self, source: int, stream: int, scales: int = 0) -> None:
-        """Enqueue the copies of x at address ``source``, and its scales at ``scales``, in ``stream`` (a handle)."""
+    def send(self, side: Side | None, source: int, scales: int = 0) -> None:
+        """Enqueue the copies of x at address ``source``, and its scales at ``scales``, behind ``side.before``, which
+        the caller has recorded, and ``side.after`` behind them. ``side``: None where the processor copies, now.
+        """
+        if side is None:
+            for target, offset, width, rows, pitch, flag, scales_to in self.copies:
+                if scales_to:
+                    ctypes.memmove(scales_to, scales, self.scale_bytes)
+                for row in range(rows):
+                    ctypes.memmove(target + row * pitch, source + offset + row * pitch, width)
+                ctypes.memmove(flag, self.epoch, 4)
+            return
+        stream = side.stream
+        driver.wait(stream, side.before)
         for target, offset, width, rows, pitch, flag, scales_to in self.copies:
             if scales_to:
                 driver.copy(scales_to, scales, self.scale_bytes, stream)
@@ -88,15 +95,7 @@ class Push(NamedTuple):
             else:
                 driver.copy_rows(target, source + offset, width, rows, pitch, stream)
             driver.copy(flag, self.epoch, 4, stream)
-
-    def by_processor(self, source: int, scales: int = 0) -> None:
-        """Copy now, in the same order."""
-        for target, offset, width, rows, pitch, flag, scales_to in self.copies:
-            if scales_to:
-                ctypes.memmove(scales_to, scales, self.scale_bytes)
-            for row in range(rows):
-                ctypes.memmove(target + row * pitch, source + offset + row * pitch, width)
-            ctypes.memmove(flag, self.epoch, 4)
+        driver.record(side.after, stream)
 
 
 @functools.lru_cache(1024)
@@ -124,7 +123,7 @@ def push_of(
     """Build the copies of shards ``[mp, k]`` of ``dtype`` into a half of the slab; ``scales``: the shape of a shard's
     fp32 scales, which travel with its first piece.
     """
-    rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, edges.flags
+    rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, 1 if edges == WHOLE else 2
     pitch, epoch, copies = k * size, work.epochs.data_ptr() + 4 * half, []
     places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
     begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + ENTER_WORDS + rank * flags

@@ -119,7 +119,7 @@ class GroupState:
         """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
         (:mod:`megatron_flux.ops.backend`)."""
         self.fused: Cache[Hashable, Any] = Cache()
-        """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused_plan`), by what these have in common."""
+        """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused`), by what these have in common."""
         self.further: Cache[Hashable, Any] = Cache()
         """How a tuner's calls of a further m run, by what these have in common. It holds plans of :attr:`fused`."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 * :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
 * :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
 
-Boxes of agreements (:mod:`~megatron_flux.comm.mailbox`) are made without this, which agrees itself.
+Boxes of agreements (:class:`~megatron_flux.comm.agreement.Box`) are made without this, which agrees itself.
 
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no

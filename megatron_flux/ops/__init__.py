@@ -30,8 +30,8 @@ auto           ``tuned`` between GPUs with NVLink, else ``reference`` with the r
 =============  =====================================================================================================
 
 Read ``operators``, ``call`` (what a call is, and the one key of it), ``backend`` (backends and plans), ``fused`` (the
-plans of the fused backend) with ``arguments``, then ``backends`` and ``tuner``; ``cuda_graphs``, ``call_events``
-(counts, names, times) and ``timing`` stand by themselves.
+plans of the fused backend) with ``fused_gather`` and ``arguments``, then ``backends`` and ``tuner``; ``cuda_graphs``,
+``call_events`` (counts, names, times) and ``timing`` stand by themselves.
 """
 
 from megatron_flux.ops.backend import Backend

@@ -47,12 +47,6 @@ class Launch(NamedTuple):
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     """Targets and sources that are copied before the kernel."""
 
-    def copy(self) -> None:
-        """Enqueue the copies, as kernels: the copy engines are busy with the peers' shards."""
-        for target, source in self.copies:
-            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
-            torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
-
 
 @dataclass(slots=True)
 class SlabCall:
@@ -66,7 +60,7 @@ class SlabCall:
     sms: int
     fixed: dict[str, Any]
     """Views and descriptors of the slab that all calls of the plan share."""
-    gathered: Any = None  # [m, k] of this rank, where x arrives
+    gathered: Any = None  # of this rank, where x arrives, with any leading dimensions
     scales: torch.Tensor | None = None  # [tp, kb, ld] of this rank, where scales of blocks arrive
     beside: bool = False  # kernels of other process groups may hold SMs
     own: torch.Tensor | None = None  # [m, k] of the caller's own, where a warp-specialised kernel copies what arrives
@@ -120,9 +114,10 @@ class Scales:
 
 def all_gather_gemm(at: SlabCall) -> Launch:
     """Fill ``out``. The local shard is copied into ``gathered``, where the kernel reads it."""
-    call, work, config, gathered, out = at.call, at.work, at.config, at.gathered, at.out
+    call, work, config, out = at.call, at.work, at.config, at.out
     x, weight, bias, scales, rank = call.x, call.weight, call.bias, Scales(call), work.rank
     (mp, k), (m, n) = x.shape, out.shape
+    gathered = at.gathered.view(m, k)
     copies = [(gathered[rank * mp : (rank + 1) * mp], x)]
     if at.scales is not None:
         copies.append((at.scales[rank], scales.x))

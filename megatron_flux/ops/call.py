@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -166,20 +165,14 @@ class OperatorCall(NamedTuple):
     def alike(self) -> tuple[Any, ...]:
         """What calls have in common that one plan or trial serves, whatever their number of rows."""
         operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, _, addend, own = self
+        device = x.get_device()
+        captured = cuda_graphs.requested > 0 or (device >= 0 and torch.cuda.is_current_stream_capturing())
         return (
-            operator, x.shape[-1], x.dtype, x.get_device(),
+            operator, x.shape[-1], x.dtype, device,
             None if weight is None else (weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous()),
             transposed, bias is None, gathered, async_op, wire,
-            None if fp8 is None else (fp8.kind, fp8.weight.scale_inv.shape), addend is None, own,
-            cuda_graphs.capturing(x),
+            None if fp8 is None else (fp8.kind, fp8.weight.scale_inv.shape), addend is None, own, captured,
         )  # fmt: skip
-
-    @property
-    def exchanged(self) -> tuple[str, int, int, int, torch.dtype, Fp8Kind | None, bool]:
-        """The part in which ranks must not differ: the rest changes nothing that they send each other."""
-        fp8 = None if self.fp8 is None else self.fp8.kind
-        transposed = self.transposed or (self.operator == "all_gather" and not self.return_gathered)
-        return (self.operator, *self.sizes, self.x.dtype, fp8, transposed)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -351,37 +344,34 @@ def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
 def compare_calls(call: OperatorCall) -> int:
     """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
 
-    Collective the first time only, and not even then for a further m. Raises UserError: they are not (all ranks raise),
-    or the first call of its kind is being captured in a CUDA graph.
+    Ranks must not differ in what is compared: the rest changes nothing that they send each other. Collective the first
+    time only, and not even then for a further m. Raises UserError: they differ (all ranks raise), or the first call of
+    its kind is being captured in a CUDA graph.
     """
-    operator, m, n, k, dtype, fp8, transposed = call.exchanged
+    (m, n, k), operator, dtype, fp8 = call.sizes, call.operator, call.x.dtype, call.fp8 and call.fp8.kind
+    transposed = call.transposed or (operator == "all_gather" and not call.return_gathered)
     state, like = state_of(call.group), (operator, n, k, dtype, fp8, transposed)
     compared = state.compared.get(like)
     if compared is None or (m not in compared.rows and (state.table is None or len(compared.rows) < COMPARED_M)):
-        compared = _compare(call, like, compared)
+        if compared is None:
+            kind = dtype if fp8 is None else fp8.words()
+            words = f"{operator} m={{}} n={n} k={k} dtype={kind} transposed={transposed}"
+            compared = Compared(zlib.crc32(words.encode()), words, set())
+        mine = compared.words.format(m)
+        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UserError(f"first call of {mine} inside CUDA-graph capture; run it once before capturing")
+        calls = of_all_ranks(mine, call.group, "comparing calls")
+        if len(set(calls)) > 1:
+            lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
+            raise UserError(f"the ranks of the group make different calls: {lines}")
+        if not state.compared:
+            state.table = call_table.create(call.group)
+        if not compared.rows:
+            state.compared[like] = compared
+        compared.rows.add(m)
     number = (compared.base + m * _APART) & 0xFFFFFFFF
-    if state.table is not None:
-        state.table.name(number, compared.words, m)
-        state.table.spec = number
+    if (table := state.table) is not None:
+        if len(table.words) >= call_table.MOST_WORDS:
+            table.words.clear()
+        table.spec, table.words[number] = number, (compared.words, m)
     return number
-
-
-def _compare(call: OperatorCall, like: Hashable, compared: Compared | None) -> Compared:
-    """Compare ``call`` with the other ranks'; ``compared``: what is known of calls ``like`` it. Collective."""
-    state, kind = state_of(call.group), call.x.dtype if call.fp8 is None else call.fp8.kind.words()
-    if compared is None:
-        operator, _, n, k, *_, transposed = call.exchanged
-        words = f"{operator} m={{}} n={n} k={k} dtype={kind} transposed={transposed}"
-        compared = Compared(zlib.crc32(words.encode()), words, set())
-    mine = compared.words.format(call.m)
-    if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UserError(f"first call of {mine} inside CUDA-graph capture; run it once before capturing")
-    calls = of_all_ranks(mine, call.group, "comparing calls")
-    if len(set(calls)) > 1:
-        lines = "; ".join(f"tp rank {rank}: {other}" for rank, other in enumerate(calls))
-        raise UserError(f"the ranks of the group make different calls: {lines}")
-    if not state.compared:
-        state.table = call_table.create(call.group)
-    compared.rows.add(call.m)
-    state.compared[like] = compared
-    return compared

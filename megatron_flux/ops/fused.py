@@ -1,8 +1,13 @@
 """Fused calls: a plan for each kind of call, which claims a slot of the slab and enqueues copies and kernel.
 
-A plan is made by the first call of its kind and runs that call and all later ones, whatever their number of rows
-(:mod:`megatron_flux.ops.fused_plan`), eager or captured in a CUDA graph, on GPUs and on CPUs (in Triton's interpreter,
-for tests). Triton launches every call of the plain kernels, whose host time is not worth it.
+A plan is made by the first call of its kind and runs that call and all later ones, whatever their number of rows, eager
+or captured in a CUDA graph, on GPUs and on CPUs (in Triton's interpreter, for tests). Triton launches every call of the
+plain kernels, whose host time is not worth it.
+
+On the group's slab a plan has its :class:`Kernels`: for each half the one that has been launched there
+(:class:`~megatron_flux.kernels.launch.Relaunch`). The first call in a half makes it. For each shape of x it has a
+:class:`Binding`: views of the slab, the list of copies, and the kernels' arguments that follow from m
+(:class:`~megatron_flux.kernels.launch.Rows`). Where the slab is replaced, a plan begins anew on the next one.
 
 In the host time of a call little else matters than the number of Python calls (8 to 20 us): a warm one passes raw
 handles of streams and events to the driver.
@@ -11,37 +16,222 @@ Contract
     * Protocol and exceptions are those of :mod:`megatron_flux.comm.slab`: results are allocated before a call claims
       its slot, which is the last thing that may fail without a trace; what fails from there on poisons the slab.
     * Copies are enqueued before the kernel: see the hazards of :mod:`megatron_flux.comm.copy_engine`.
-    * A gathered input is a view of the slab: of an all_gather valid until the group's next all_gather, of an
-      all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. With ``own_gathered`` it is copied out of
-      there, into memory that is allocated before the slot is claimed. Results are fresh tensors.
+    * A gathered input is a view of the slab: of an all_gather (:mod:`megatron_flux.ops.fused_gather`) valid until the
+      group's next all_gather, of an all_gather_gemm until its next all_gather_gemm or gemm_reduce_scatter. With
+      ``own_gathered`` it is copied out of there, into memory that is allocated before the slot is claimed. Results are
+      fresh tensors.
     * An earlier call that timed out or was broken off is an OperatorError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.copy_engine import WHOLE, Push, Side, finish_open, push_in_place, push_of, side_of
-from megatron_flux.comm.group_state import ALL_REDUCE, Cache
-from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes, waited_elsewhere
+from megatron_flux.comm import links
+from megatron_flux.comm.copy_engine import WHOLE, Push, Side, push_of, side_of
+from megatron_flux.comm.group_state import ALL_REDUCE, Cache, state_of
+from megatron_flux.comm.slab import CALL_FLAGS, Slab, scale_bytes
 from megatron_flux.errors import UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.backend import Plan
+from megatron_flux.ops.call import OperatorCall, compare_calls
+from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
-from megatron_flux.ops.fused_plan import MOST_SHAPES, Binding, FusedPlan, Views, key_of
 from megatron_flux.ops.gemm import partial
 from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
 
 if TYPE_CHECKING:
+    from megatron_flux.kernels.launch import Compiled
     from megatron_flux.ops.arguments import Launch
 
+MOST_SHAPES = 512
+"""Bindings of a plan, each of some 4 kB."""
 
-class _Gathering(FusedPlan):
+
+@dataclass(slots=True)
+class Kernels:
+    """The kernels of a plan on one slab."""
+
+    slab: Slab
+    together: bool  # they start on all ranks together
+    launches: list[Any] = field(default_factory=lambda: [None, None])
+    """By half: a Relaunch; None: not launched yet; False: Triton launches every call."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Views and descriptors of the slab."""
+
+
+class Binding:
+    """Resources of a plan's calls with one shape of x, on one slab; by half, each made by the first call there."""
+
+    def __init__(self, call: OperatorCall, kernels: Kernels, number: int) -> None:
+        """``number``: of such calls in the group's call table."""
+        self.slab, self.kernels, self.number = kernels.slab, kernels, number
+        self.shape, self.nbytes = call.result_shape, call.bytes_received
+        self.rows: list[Any] = [None, None]
+        """Arguments of a Relaunch."""
+        self.views: list[Any] = [None, None]
+        """Of a plan that gathers, see :class:`Views`."""
+
+
+@dataclass(slots=True)
+class Views:
+    """Places in a half of the slab, for calls that gather an x of one shape."""
+
+    gathered: torch.Tensor  # buffer of this rank, with the leading dimensions of x
+    push: Push  # the copies to its peers
+    own: torch.Tensor | None = None  # where the caller finds the local shard, if a copy has to put it there
+    place: torch.Tensor | None = None  # the columns of the local shard, if it is transposed
+    scales: torch.Tensor | None = None  # destination of the scales of this rank's gathered x, if x is in blocks
+    own_scales: torch.Tensor | None = None  # that of the local shard's, for the caller, if no kernel puts them there
+    fp8: Fp8Operand | None = None  # the gathered x for the caller, if it is in blocks
+
+
+class FusedPlan(Plan):
+    """Base class of fused plans; see the module."""
+
+    purpose = "gemm"
+    """The group's slab that calls run on."""
+    kernel = ""
+    """The function of :mod:`ops.arguments`, or :mod:`ops.hopper_arguments`, that gives its arguments."""
+    any_rows = True
+    """Calls may have any number of rows."""
+    _holds_sms = True
+    """The kernel waits for peers on more than one SM."""
+
+    def __init__(self, call: OperatorCall, config: Any = None) -> None:
+        """Allocate nothing. ``config``: the kernel's configuration."""
+        self.config, self._captured = config, call.captured
+        self._device, self._cuda, self._sms = call.x.device, call.x.is_cuda, sm_count(call.x.device)
+        self._kernels: Kernels | None = None
+        """On the latest slab."""
+        self._bindings: Cache[Hashable, Binding] = Cache(MOST_SHAPES)
+        """By shape of x and, where that is in blocks, of its scales."""
+
+    def bytes_of_half(self, call: OperatorCall) -> int:
+        """Return how large a half of the slab must be for ``call``. Raises UserError: more than a slab can be."""
+        raise NotImplementedError
+
+    def _bind(self, call: OperatorCall, key: Hashable) -> Binding:
+        """Take the group's slab, a larger one if need be. Collective where that is made, or the call is new."""
+        if torch.is_inference_mode_enabled():
+            # Slab and views may outlive inference mode, and a later training must be able to write to them.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._bind(call, key)
+        nbytes, number = self.bytes_of_half(call), compare_calls(call)
+        slab, kernels = self.slab_of(call, nbytes), self._kernels
+        if kernels is None or kernels.slab is not slab:
+            if kernels is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture
+                state_of(call.group).graph_slabs.append(kernels.slab)
+            together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
+            kernels = self._kernels = Kernels(slab, together)
+            self._begin(slab)
+        binding = self._bindings[key] = Binding(call, kernels, number)
+        return binding
+
+    def _begin(self, slab: Slab) -> None:
+        """Prepare for calls on ``slab``, which are the plan's first there."""
+
+    def slab_of(self, call: OperatorCall, nbytes: int) -> Slab:
+        """Return the group's slab, made if there is none so large. Tests emulate groups here."""
+        return state_of(call.group).slab(self.purpose, nbytes, self._device, self._captured)
+
+    def is_ready(self, call: OperatorCall) -> bool:
+        """See the base class."""
+        slab = state_of(call.group).slabs.get((self.purpose, self._captured))
+        return slab is not None and slab.calls < slab.limit and slab.half_bytes >= self.bytes_of_half(call)
+
+    def leave(self, slab: Any) -> None:
+        """Drop everything that keeps the memory of ``slab``, which the group has replaced."""
+        if self._kernels is not None and self._kernels.slab is slab:
+            self._kernels = None
+            self._bindings.clear()
+
+    def compile_ahead(self, call: OperatorCall, y: torch.Tensor) -> Sequence[Future[Compiled]]:
+        """See the base class."""
+        call = call.addressable()
+        key = key_of(call)
+        binding = self._bindings.get(key) or self._bind(call, key)
+        if not self._cuda or all(binding.kernels.launches):
+            return ()
+        from megatron_flux.kernels.ahead import compile_ahead
+
+        major, minor = capability(self._device)
+        gpu, reads = (self._device.index, 10 * major + minor), self._reads(y)
+        launches = [self._launch_of(binding, call, y, half, *reads, **self._arrives(binding, call, half))
+                    for half in (0, 1)]  # fmt: skip
+        return [compile_ahead(one.kernel, one.arguments, one.constants, *gpu) for one in launches]
+
+    def _reads(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what is like the operands that the kernel reads instead of x and weight."""
+        return ()
+
+    def _arrives(self, binding: Binding, call: OperatorCall, half: int) -> dict[str, Any]:
+        """Return where gathered rows arrive, for :meth:`_launch_of`."""
+        return {}
+
+    def _first(
+        self, binding: Binding, call: OperatorCall, y: torch.Tensor, half: int, stream: int, operands: Sequence[Any],
+        *reads: torch.Tensor, **gathered: Any,
+    ) -> None:  # fmt: skip
+        """Launch a kernel for the first time in a half, or with a number of rows for the first time there.
+
+        ``operands``: those of a Relaunch; ``reads``: what the kernel reads instead of x and weight.
+        """
+        launches = binding.kernels.launches
+        if again := launches[half]:
+            rows = binding.rows[half] = again.rows(self._launch_of(binding, call, y, half, rows=True, **gathered))
+            again(stream, rows, *operands)
+            return
+        launch = self._launch_of(binding, call, y, half, *reads, **gathered)
+        self._launch_first(launch, launches, half)
+        if again := launches[half]:
+            binding.rows[half] = again.rows(launch.rows)
+
+    def _launch_of(
+        self, binding: Binding, call: OperatorCall, y: torch.Tensor, half: int, *reads: torch.Tensor,
+        rows: bool = False, **gathered: Any,
+    ) -> Any:  # fmt: skip
+        """Return the Launch of ``call`` in a half, or with ``rows`` its arguments that follow from m alone."""
+        from megatron_flux.ops import arguments
+
+        module: Any = arguments
+        if not isinstance(self.config, AllReduceConfig) and self.config.ws:
+            from megatron_flux.ops import hopper_arguments as module
+        if not rows:
+            call, y = call.matrix(), y.view(-1, y.shape[-1])
+        kernels = binding.kernels
+        at = arguments.SlabCall(
+            call, y, binding.slab, half, self.config, self._sms, kernels.fixed, beside=kernels.together, **gathered
+        )
+        return getattr(module, f"{self.kernel}_rows" if rows else self.kernel)(at, *reads)
+
+    def _launch_first(self, launch: Launch, launches: list[Any], half: int) -> None:
+        """Launch a kernel that ``launches`` has not: the first in a half, of plain kernels and on CPUs all."""
+        from megatron_flux.kernels.launch import by_triton, first_launch, hooked
+
+        for target, source in launch.copies:  # by kernels: the copy engines are busy with the peers' shards
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[source.element_size()]
+            torch.bitwise_or(source.view(bits), 0, out=target.view(bits))
+        kernel, grid, arguments, constants, operands = launch[:5]
+        if self._cuda and launches[half] is None and operands is not None and not hooked():
+            launches[half] = first_launch(kernel, grid, arguments, constants, operands, self._device)
+        else:
+            by_triton(kernel, grid, *arguments, **constants)
+
+
+def key_of(call: OperatorCall) -> Hashable:
+    """Return what a binding is kept under."""
+    fp8 = call.fp8
+    return call.x.shape if fp8 is None or not fp8.blocks else (call.x.shape, fp8.x.scale_inv.shape)
+
+
+class GatheringPlan(FusedPlan):
     """A plan whose copies go to the peers' slabs."""
 
     def __init__(self, call: OperatorCall, config: KernelConfig | None = None) -> None:
@@ -74,23 +264,15 @@ class _Gathering(FusedPlan):
         gathered = work.gather_buffer(half, call.gathered_shape, dtype)
         views = Views(gathered, push_of(work, half, m // work.tp, k, dtype, self._edges, shape))
         if shape is not None:
+            x = call.fp8.x  # type: ignore[union-attr]
             views.scales = work.scale_buffers(half, m * k * dtype.itemsize, shape)[work.rank]
+            views.fp8 = Fp8Operand(gathered.view(torch.uint8), x.dtype, views.scales, x.scaling, work.tp)
+            if self.config.ws and call.return_gathered:
+                views.own_scales = views.scales[work.rank]
         return views
 
 
-def _send(side: Side | None, push: Push, source: int, scales: int = 0) -> None:
-    """Enqueue copies behind ``side.before``, which the caller has recorded, and ``side.after`` behind them; ``scales``:
-    the address of those that travel with x.
-    """
-    if side is None:
-        push.by_processor(source, scales)
-        return
-    driver.wait(side.stream, side.before)
-    push.enqueue(source, side.stream, scales)
-    driver.record(side.after, side.stream)
-
-
-class AllGatherGemmPlan(_Gathering):
+class AllGatherGemmPlan(GatheringPlan):
     """all_gather_gemm.
 
     The warp-specialised kernel reads the local shard from x; without ``return_gathered`` that is not copied into the
@@ -99,25 +281,10 @@ class AllGatherGemmPlan(_Gathering):
 
     kernel = "all_gather_gemm"
 
-    def _make_views(self, work: Slab, call: OperatorCall, half: int) -> Views:
-        views = super()._make_views(work, call, half)
-        if views.scales is not None:
-            x, gathered = call.fp8.x, views.gathered.view(torch.uint8)  # type: ignore[union-attr]
-            views.fp8 = Fp8Operand(gathered, x.dtype, views.scales, x.scaling, work.tp)
-            if self.config.ws and call.return_gathered:
-                views.own_scales = views.scales[work.rank]
-        return views
-
     def _arrives(self, binding: Binding, call: OperatorCall, half: int) -> dict[str, Any]:
-        own = call.x.new_empty(call.gathered_shape) if call.own_gathered and self.config.ws else None
-        return self._arrived(binding, call, half, own)
-
-    def _arrived(self, binding: Binding, call: OperatorCall, half: int, own: torch.Tensor | None) -> dict[str, Any]:
         views = binding.views[half] or self._views(binding, call, half)
-        gathered = views.gathered
-        if not binding.kernels.launches[half]:
-            gathered = gathered.view(-1, call.k)
-        return {"gathered": gathered, "scales": views.scales, "own": own}
+        own = call.x.new_empty(call.gathered_shape) if call.own_gathered and self.config.ws else None
+        return {"gathered": views.gathered, "scales": views.scales, "own": own}
 
     def run(self, call: OperatorCall) -> tuple[torch.Tensor, Any]:
         """See the base class."""
@@ -144,14 +311,16 @@ class AllGatherGemmPlan(_Gathering):
             views = binding.views[half] or self._views(binding, call, half)
             if side is not None:
                 driver.record(side.before, stream)
-            _send(side, views.push, x.data_ptr(), scales)
+            views.push.send(side, x.data_ptr(), scales)
             if kernels.together:
                 work.start(half)
             if rows := binding.rows[half]:
                 kernels.launches[half](stream, rows, x, weight, y, x, *others)
             else:
-                arrived = self._arrived(binding, call, half, own if by_kernel else None)
-                self._first(binding, call, y, half, stream, (x, weight, y, x, *others), **arrived)
+                self._first(
+                    binding, call, y, half, stream, (x, weight, y, x, *others), gathered=views.gathered,
+                    scales=views.scales, own=own if by_kernel else None,
+                )  # fmt: skip
             if views.own_scales is not None:
                 views.own_scales.copy_(fp8.x.scale_inv)  # type: ignore[union-attr]
             if side is not None:
@@ -265,138 +434,3 @@ class GemmAllReducePlan(FusedPlan):
             work.poison("gemm_all_reduce", error)
             raise
         return y
-
-
-class AllGatherPlan(_Gathering):
-    """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
-
-    ``wait()`` makes the current stream wait for the peers' shards. One gather is open at once: starting another waits
-    for it first. One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()``
-    is a UserError.
-
-    Without ``return_gathered`` the result is transposed: bytes ``[k, m]``, in pairs. Each rank transposes its shard
-    into its columns, and sends it from there.
-
-    One that is held (``async_op``) is enqueued by ``send()``, behind the copies of calls since, and waits for nothing
-    else that they enqueued. It has a slab of its own: :mod:`megatron_flux.layers.linears` gathers for another layer
-    before what it gave has been read.
-    """
-
-    _holds_sms = False
-
-    def __init__(self, call: OperatorCall, config: None = None) -> None:
-        """Allocate nothing; there is nothing to configure."""
-        super().__init__(call, config)
-        self.purpose = "held gather" if call.async_op else "gather"
-        self._transposing: Cache[Any, Any] = Cache(MOST_SHAPES)  # launches
-
-    def _make_views(self, work: Slab, call: OperatorCall, half: int) -> Views:
-        if call.return_gathered:
-            views, rows = super()._make_views(work, call, half), call.x.shape[0]
-            views.own = views.gathered.narrow(0, work.rank * rows, rows)
-            return views
-        mp, k = shard_of(call)
-        gathered = work.gather_buffer(half, _shape_of(call, work.tp), call.x.dtype)
-        views = Views(gathered, push_in_place(work, half, mp, k))
-        views.place = gathered.view(torch.uint8)[:, work.rank * mp : (work.rank + 1) * mp]
-        return views
-
-    def run(self, call: OperatorCall) -> Pending:
-        """See the base class."""
-        x = call.x if call.x.is_contiguous() else call.x.contiguous()
-        binding = self._bindings.get(x.shape)
-        if binding is None or binding.slab.calls >= binding.slab.limit:
-            binding = self._bind(call, x.shape)
-        work = binding.slab
-        self.nbytes = binding.nbytes
-        if work.open_gather is not None:
-            finish_open(work)
-        # wait() holds no call: the slab has the open gather, and must not hold the group.
-        side, launches, device = self._side, binding.kernels.launches, self._device
-        own = x.new_empty(_shape_of(call, work.tp)) if call.own_gathered else None
-        held, transposed, source = call.async_op, not call.return_gathered, x
-        try:
-            half, begun = work.claim(binding.number)
-            views = binding.views[half] or self._views(binding, call, half)
-            capture, gathered, push = work.capture, views.gathered, views.push
-            if transposed:
-                from megatron_flux.kernels.transpose import transpose
-
-                source = views.place  # type: ignore[assignment]
-                transpose(x.view(torch.uint8), source, self._transposing, columns=call.transposed)
-            if side is not None:
-                driver.record(side.before, begun)
-            if not held:
-                _send(side, push, source.data_ptr())
-            if views.own is not None:
-                views.own.copy_(x)
-
-            def send() -> None:
-                nonlocal held
-                if held:
-                    held = False
-                    try:
-                        _send(side, push, source.data_ptr())
-                    except BaseException as error:
-                        work.poison("all_gather", error)
-                        raise
-
-            def wait() -> None:
-                if work.current_capture() != capture:
-                    raise waited_elsewhere(capture)
-                send()
-                try:
-                    # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
-                    if side is None:
-                        self._launch_first(_gather_wait(work, half), launches, half)
-                        work.end()
-                    else:
-                        work.end()
-                        stream = torch._C._cuda_getCurrentRawStream(device.index)
-                        if launch := launches[half]:
-                            launch(stream, launch.first)
-                        else:
-                            self._launch_first(_gather_wait(work, half), launches, half)
-                        driver.wait(stream, side.after)
-                        if stream != begun and not transposed:
-                            x.record_stream(side.keep.stream)  # it does not wait for the copies of x's memory
-                    if own is not None:
-                        own.copy_(gathered)
-                    if work.open_gather is pending:
-                        work.open_gather = None
-                except BaseException as error:
-                    work.poison("all_gather", error)
-                    raise
-
-            pending = Pending(
-                gathered if own is None else own, wait, keep=() if transposed else (x,), transposed=transposed,
-                send=send if held else None,
-            )  # fmt: skip
-            work.open_gather = pending
-        except BaseException as error:
-            work.poison("all_gather", error)
-            raise
-        return pending
-
-
-def shard_of(call: OperatorCall) -> tuple[int, int]:
-    """Return rows and columns, in bytes, of the shard of a gather whose result is transposed."""
-    (rows, columns), size = call.x.shape, call.x.element_size()
-    return (columns * size, rows) if call.transposed else (rows, columns * size)
-
-
-def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
-    """Return the shape of the result of a gather."""
-    if call.return_gathered:
-        return call.gathered_shape
-    mp, k = shard_of(call)
-    return k, tp * mp // call.x.element_size()
-
-
-def _gather_wait(work: Slab, half: int) -> Launch:
-    """Build the launch of the kernel of one CTA that waits for the shards of all peers."""
-    from megatron_flux.kernels.device import gather_wait_kernel
-    from megatron_flux.ops.arguments import Launch
-
-    constants = {"TP": work.tp, "CPU": not work.data_table.is_cuda, "THREADS": 32, "num_warps": 1}
-    return Launch(gather_wait_kernel, 1, (work.flags[work.rank], *work.arguments(half), work.rank), constants, ())

@@ -74,14 +74,6 @@ class KernelConfig:
     teams: Annotated[int, Field(ge=1, le=2)] = 1
     """``ws``: 2 halves of a tile's rows are multiplied by 4 warps each, which need not wait for each other."""
 
-    def __post_init__(self) -> None:
-        """Hash once: a configuration is part of every key."""
-        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))  # astuple would copy each of them
-
-    def __hash__(self) -> int:
-        """Return the hash that :meth:`__post_init__` computed."""
-        return self._hash  # type: ignore[attr-defined]
-
     def edges(self, k: int) -> Edges:
         """Return what goes ahead or behind by itself of a shard with ``k`` columns."""
         columns = cdiv(cdiv(k, 4), self.bk) * self.bk

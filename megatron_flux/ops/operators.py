@@ -12,7 +12,7 @@ through the GEMM alone would be silently wrong. :mod:`megatron_flux.layers` has 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,7 @@ def all_gather_gemm(
         fp8 = _fp8("all_gather_gemm", x, weight, out_dtype, split_accumulator, transposed, wire)
         x, weight = fp8.x.numbers, fp8.weight.numbers
     inside, late = (bias, None) if epilogue_bias else (None, bias)
-    if group is None:
-        group = _default_group()
+    group = group or dist.group.WORLD or _no_group()
     call = new_call(
         OperatorCall,
         ("all_gather_gemm", x, weight, group, transposed, inside, return_gathered, False, wire, fp8, late, None,
@@ -122,8 +121,7 @@ def gemm_reduce_scatter(
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
         fp8 = _fp8("gemm_reduce_scatter", x, weight, out_dtype, split_accumulator, transposed, wire)
         x, weight = fp8.x.numbers, fp8.weight.numbers
-    if group is None:
-        group = _default_group()
+    group = group or dist.group.WORLD or _no_group()
     call = new_call(
         OperatorCall,
         ("gemm_reduce_scatter", x, weight, group, transposed, None, True, async_op, wire, fp8, bias, addend, False),
@@ -157,8 +155,7 @@ def gemm_all_reduce(
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
         fp8 = _fp8("gemm_all_reduce", x, weight, out_dtype, split_accumulator, transposed, "exact")
         x, weight = fp8.x.numbers, fp8.weight.numbers
-    if group is None:
-        group = _default_group()
+    group = group or dist.group.WORLD or _no_group()
     call = new_call(
         OperatorCall,
         ("gemm_all_reduce", x, weight, group, transposed, None, True, async_op, "exact", fp8, bias, None, False),
@@ -189,8 +186,7 @@ def all_gather(
     operators that were called in between, but before these are finished; and the result is valid until the next one
     that is held, whatever else is gathered. Other backends begin at once.
     """
-    if group is None:
-        group = _default_group()
+    group = group or dist.group.WORLD or _no_group()
     if not held:
         state_of(group).gathers_begun += 1
     call = OperatorCall(
@@ -252,8 +248,5 @@ def _fp8(operator: str, x: Any, weight: Any, out: torch.dtype, split: bool, tran
     return Fp8Pair(x, weight, out, split)
 
 
-def _default_group() -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise UserError("no process group: call torch.distributed.init_process_group first, or pass group=")
-    group: Any = dist.group.WORLD
-    return group
+def _no_group() -> NoReturn:
+    raise UserError("no process group: call torch.distributed.init_process_group first, or pass group=")

@@ -186,7 +186,7 @@ def test_an_exception_inside_a_capture_ends_with_it() -> None:
             with ExitStack() as nothing_runs:
                 nothing_runs.enter_context(one_capture(1))
                 nothing_runs.enter_context(mock.patch.object(slab, "_synchronise"))
-                nothing_runs.enter_context(mock.patch.object(copy_engine.Push, "by_processor"))
+                nothing_runs.enter_context(mock.patch.object(copy_engine.Push, "send"))
                 nothing_runs.enter_context(no_compiler())
                 with pytest.raises(RuntimeError, match=MESSAGE):
                     run()

@@ -183,7 +183,7 @@ def test_a_gather_of_a_failed_capture_is_forgotten() -> None:
     backend, group = twin(), dist.group.WORLD
     x = integers(16, 32, torch.float16)
     nothing_waits = mock.patch("megatron_flux.comm.slab._synchronise")
-    with one_capture(1), nothing_waits, mock.patch.object(copy_engine.Push, "by_processor"):
+    with one_capture(1), nothing_waits, mock.patch.object(copy_engine.Push, "send"):
         OperatorCall("all_gather", x, None, group).run(backend)
     for number in (2, None):
         with one_capture(number):

@@ -30,7 +30,7 @@ from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused_plan import FusedPlan
+from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache, candidates, trial, tuner
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends

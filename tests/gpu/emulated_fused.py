@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import shared_memory, slab
+from megatron_flux.comm.copy_engine import WHOLE
 from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
@@ -26,8 +27,8 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
-from megatron_flux.ops.fused import shard_of
-from megatron_flux.ops.fused_plan import FusedPlan
+from megatron_flux.ops.fused import FusedPlan
+from megatron_flux.ops.fused_gather import shard_of
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.candidates import Backends
 from tests.gpu.emulated_group import EmulatedGroup
@@ -91,7 +92,7 @@ def _processes(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _gather_flags(plan: KernelConfig, k: int) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.kernels.hopper.ag_gemm` counts them."""
-    return plan.edges(k).flags if plan.ws else 1
+    return 2 if plan.ws and plan.edges(k) != WHOLE else 1
 
 
 def _make(group: EmulatedGroup, nbytes: int, stride: int, words: int, device: torch.device) -> slab.Slab:

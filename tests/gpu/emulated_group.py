@@ -158,9 +158,11 @@ class EmulatedAgreements(agreement.Agreements):
         super().__init__(group.pair, group.group_name)
         self._size = group.size()
 
-    def begin(self, mine: Any, about: str) -> Callable[[], list[Any]]:
-        """Return what returns the values by rank, this process first."""
-        end = super().begin(mine, about)
+    def begin(self, mine: Any, about: str, topic: str | None = None) -> Callable[[], list[Any]]:
+        """Return what returns the values by rank, this process first; in a meeting, those of the two processes."""
+        end = super().begin(mine, about, topic)
+        if topic is not None:
+            return end
 
         def by_rank() -> list[Any]:
             both = end()

@@ -33,12 +33,8 @@ from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import ALIGNMENT, OperatorCall
 from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import FORMATS, FP8_CAPABILITY
-from megatron_flux.ops.fused import (
-    AllGatherGemmPlan,
-    AllGatherPlan,
-    GemmAllReducePlan,
-    GemmReduceScatterPlan,
-)
+from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan, GemmReduceScatterPlan
+from megatron_flux.ops.fused_gather import AllGatherPlan
 from megatron_flux.ops.kernel_config import KernelConfig, by_rule, for_fp8
 
 OFF_NVLINK = (
@@ -95,35 +91,32 @@ class FusedBackend(Backend):
 
     def plan(self, call: OperatorCall, config: KernelConfig | AllReduceConfig | None = None) -> Plan:
         """See the base class; ``config``: how, not what is chosen here."""
+        kind: type[Any] = GemmReduceScatterPlan
+        how: Any = None
         if call.operator == "all_gather":
-            return self._shared(AllGatherPlan, call, None)
-        if call.operator == "gemm_all_reduce":
+            kind = AllGatherPlan
+        elif call.operator == "gemm_all_reduce":
             assert not isinstance(config, KernelConfig), "that of another operator"  # noqa: S101
-            how = config or all_reduce_candidates(call)[0]
-            if (tiles := how.tiles) is None:
-                return self._shared(GemmAllReducePlan, call, how)
-            if tiles.ws and not hopper_kernels(call, tiles.bm):
-                tiles = replace(tiles, ws=False)
-            return self._shared(GemmReduceScatterPlan, call, tiles)
-        assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
-        config, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
-        if config is None:
-            (m, n, k), tp = call.sizes, call.group.size()
-            config = by_rule(call.operator, m // tp, n, k, tp, sm_count(call.x.device), hopper_kernels(call), promoted)
-        elif config.ws and not hopper_kernels(call, config.bm):
-            config = replace(config, ws=False)
-        if promoted is not None:
-            config = for_fp8(config, promoted=promoted)
-        return self._shared(
-            AllGatherGemmPlan if call.operator == "all_gather_gemm" else GemmReduceScatterPlan, call, config
-        )
-
-    def _shared(self, kind: type[Any], call: OperatorCall, config: Any) -> Plan:
-        """Return the plan that calls like ``call`` share."""
-        plans, key = state_of(call.group).fused, (self, call.alike if kind.any_rows else call.key, config)
-        plan: Plan | None = plans.get(key)
+            config = config or all_reduce_candidates(call)[0]
+            if (how := config.tiles) is None:
+                kind, how = GemmAllReducePlan, config
+            elif how.ws and not hopper_kernels(call, how.bm):
+                how = replace(how, ws=False)
+        else:
+            assert not isinstance(config, AllReduceConfig), "that of another operator"  # noqa: S101
+            kind = AllGatherGemmPlan if call.operator == "all_gather_gemm" else kind
+            how, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
+            if how is None:
+                (m, n, k), tp, sms = call.sizes, call.group.size(), sm_count(call.x.device)
+                how = by_rule(call.operator, m // tp, n, k, tp, sms, hopper_kernels(call), promoted)
+            elif how.ws and not hopper_kernels(call, how.bm):
+                how = replace(how, ws=False)
+            if promoted is not None:
+                how = for_fp8(how, promoted=promoted)
+        plans, key = state_of(call.group).fused, (self, call.alike if kind.any_rows else call.key, how)
+        plan: Plan | None = plans.get(key)  # that calls like this one share
         if plan is None:
-            plan = plans[key] = kind(call, config)
+            plan = plans[key] = kind(call, how)
         return plan
 
     def renew(self, group: dist.ProcessGroup) -> None:

@@ -68,8 +68,12 @@ def plan(call: OperatorCall, name: str) -> Plan:
     tuned = name == _tuned.name or (name == "auto" and next(reversed(_backends.values())) is _tuned)
     if tuned and call.x.get_device() >= 0 and (further := _tuned.tuner.further(call)) is not None:
         return further
-    backend, reason = select(name, call.x, call.weight, call.group)
-    reasons = [] if reason is None else [reason]
+    backend, passed = resolve(name, call.x, call.weight, call.group)
+    reasons: list[str] = []  # counted in every call; on CPUs only ``reference`` has one
+    if passed and (call.x.is_cuda or backend is _reference):
+        reasons.append(f"{backend.name} instead of {'; '.join(passed)}" if call.x.is_cuda else NO_GPU)
+        if reasons[0] not in stats.degraded and call.group.rank() == 0:
+            logger.warning("megatron_flux: operators run on %s", reasons[0])
     if call.operator not in backend.operators:
         reasons.append(f"reference instead of {backend.name}: it has no {call.operator}")
         backend = _reference
@@ -79,27 +83,12 @@ def plan(call: OperatorCall, name: str) -> Plan:
     return made
 
 
-def select(
-    name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
-) -> tuple[Backend, str | None]:
-    """Return the backend that runs such a call, and, if ``auto`` would take a faster one, why it cannot.
-
-    The reason is counted in every call, and logged before the first. On CPUs only ``reference`` has one. Raises
-    UserError: unknown name, or a backend asked for by name that cannot take these operands.
-    """
-    backend, reasons = resolve(name, x, weight, group)
-    if not reasons or not (x.is_cuda or backend is _reference):
-        return backend, None
-    reason = f"{backend.name} instead of {'; '.join(reasons)}" if x.is_cuda else NO_GPU
-    if reason not in stats.degraded and group.rank() == 0:
-        logger.warning("megatron_flux: operators run on %s", reason)
-    return backend, reason
-
-
 def resolve(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, list[str]]:
-    """Return the backend, and why ``auto`` passed others over."""
+    """Return the backend that runs such a call, and why ``auto`` passed others over. Raises UserError: unknown name, or
+    a backend asked for by name that cannot take these operands.
+    """
     if name == "auto":
         reasons: list[str] = []
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing

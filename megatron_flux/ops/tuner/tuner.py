@@ -21,7 +21,7 @@ from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused_plan import FusedPlan
+from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.tuner import alone, cache, shipped
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends, candidates_of, in_fewest_rounds, runs

@@ -9,11 +9,12 @@ import torch
 
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copy_engine
-from megatron_flux.comm.copy_engine import Edges
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS
+from megatron_flux.comm.copy_engine import WHOLE, Edges, Side
+from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream
 from megatron_flux.ops.kernel_config import KernelConfig
 
 MP, K, HALF = 4, 24, 1
+SIDE = Side(5, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
 EDGES = {
     "whole": Edges(),
     "early": Edges(early=True, columns=8),
@@ -50,7 +51,7 @@ def check(work: list[Any], edges: Edges, added: int) -> None:
             behind = (source - rank) % tp
             cut = (edges.early and behind <= 2) or (edges.late and behind == tp - 1)
             if behind:
-                seen += [source * edges.flags + piece for piece in range(2 if cut else 1)]
+                seen += [source * (1 + (edges != WHOLE)) + piece for piece in range(2 if cut else 1)]
         words = FLAG_WORDS * HALF + ENTER_WORDS + torch.tensor(seen)
         assert (work[0].flags[rank] != 0).nonzero().flatten().tolist() == words.tolist()
         assert (work[0].flags[rank][words] == 9).all()
@@ -88,6 +89,8 @@ class Told:
             for peer, t in enumerate(tensors)
         ]
         self.order: list[tuple[str, int]] = []
+        monkeypatch.setattr(driver, "wait", lambda *_: None)
+        monkeypatch.setattr(driver, "record", lambda *_: None)
         monkeypatch.setattr(driver, "copy", self.copy)
         monkeypatch.setattr(driver, "copy_rows", self.copy_rows)
 
@@ -110,7 +113,7 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
         told, x = Told(monkeypatch, work), shard(rank)
         found = copy_engine.push_of(work, HALF, *x.shape, x.dtype, edges)
         for value in (x, x + 5):
-            found.enqueue(value.data_ptr(), 5)
+            found.send(SIDE, value.data_ptr())
         data, flags = told.order[::2], told.order[1::2]
         assert {kind for kind, _ in data} == {"data"}
         assert {kind for kind, _ in flags} == {"flag"}
@@ -131,7 +134,7 @@ def test_columns_are_sent_from_their_place_to_the_same_place(tp: int, monkeypatc
         place = gathered[rank][:, mine]
         place.copy_(whole[:, mine])
         told = Told(monkeypatch, work)
-        copy_engine.push_in_place(work, HALF, mp, k).enqueue(place.data_ptr(), 5)
+        copy_engine.push_in_place(work, HALF, mp, k).send(SIDE, place.data_ptr())
         peers = [peer for kind, peer in told.order if kind == "data"]
         assert told.order == [(kind, peer) for peer in peers for kind in ("data", "flag")]
         assert sorted(peers) == [peer for peer in range(tp) if peer != rank]

@@ -16,7 +16,7 @@ from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import MOST_CALLS, CopyStream
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops import fused, fused_plan
+from megatron_flux.ops import fused, fused_gather
 from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
@@ -140,10 +140,10 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
-        monkeypatch.setattr(fused_plan, "compare_calls", lambda call: 0)
-        monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
+        monkeypatch.setattr(fused, "compare_calls", lambda call: 0)
+        monkeypatch.setattr(fused, "sm_count", lambda device: 132)
         monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, CopyStream("side", None, None)))  # type: ignore[arg-type]
-        monkeypatch.setattr(fused, "push_in_place", lambda work, half, mp, k: self.push(4 + half))
+        monkeypatch.setattr(fused_gather, "push_in_place", lambda work, half, mp, k: self.push(4 + half))
         monkeypatch.setattr(fused, "push_of", lambda _, half, *of: self.push(half, scales=of[-1] is not None))
         from megatron_flux.kernels import launch
 

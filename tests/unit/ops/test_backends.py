@@ -41,7 +41,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selected(name: str) -> str:
-    return registry.select(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2))[0].name
+    return registry.resolve(name, torch.ones(2, 2), torch.ones(2, 2), group_of(2))[0].name
 
 
 @pytest.mark.parametrize("name", ["reference", "auto", "mine"])

@@ -18,11 +18,10 @@ from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream
-from megatron_flux.ops import fused_plan
+from megatron_flux.ops import fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan
-from megatron_flux.ops.fused_plan import Binding, Kernels, Views
+from megatron_flux.ops.fused import AllGatherGemmPlan, Binding, GemmAllReducePlan, Kernels, Views
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of, slab_on_gpu
 from tests.unit.ops.fakes import on_gpu
@@ -104,7 +103,7 @@ def require_short(call: OperatorCall, plan: Any, run: Callable[[], Any]) -> set[
 
 
 def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
+    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
     call = OperatorCall("all_gather_gemm", on_gpu(4, 4), on_gpu(6, 4), group_of(2), return_gathered=False)
     plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), call, [relaunch()] * 2)
     binding = plan._bindings[call.x.shape]
@@ -126,7 +125,7 @@ def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: 
 def test_a_warm_gemm_all_reduce_is_one_launch_from_eight_files(
     driver: Driver, own_gemm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_plan, "sm_count", lambda device: 132)
+    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
     call = OperatorCall("gemm_all_reduce", on_gpu(1, 2, 4), on_gpu(6, 4), group_of(2))
     config = AllReduceConfig(own_gemm=own_gemm)
     plan = made(GemmAllReducePlan(call, config), call, [relaunch(3 if own_gemm else 2)] * 2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flux.ops import call as calls
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
@@ -62,13 +63,16 @@ def test_calls_for_graphs_have_specs_of_their_own() -> None:
         assert spec() == eager._replace(captured=True)
 
 
-def test_what_ranks_exchange_leaves_out_what_each_may_choose() -> None:
+def test_what_ranks_compare_leaves_out_what_each_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a rank with a frozen weight need no gathered x; shapes and dtypes must agree."""
     one = OperatorCall("all_gather_gemm", torch.zeros(4, 8), torch.zeros(6, 8), group_of(2))
     other = one._replace(return_gathered=False, bias=torch.zeros(6), x=torch.zeros(2, 2, 8))
-    assert one.exchanged == other.exchanged
-    assert one.exchanged == ("all_gather_gemm", 8, 6, 8, torch.float32, None, False)
-    assert one._replace(x=torch.zeros(4, 8, dtype=F16)).exchanged != one.exchanged
+    asked: list[str] = []
+    monkeypatch.setattr(calls, "of_all_ranks", lambda mine, *_: asked.append(mine) or [mine])
+    assert calls.compare_calls(one) == calls.compare_calls(other)
+    assert asked == ["all_gather_gemm m=8 n=6 k=8 dtype=torch.float32 transposed=False"]
+    assert calls.compare_calls(one._replace(x=torch.zeros(4, 8, dtype=F16))) != calls.compare_calls(one)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

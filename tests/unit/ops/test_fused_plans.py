@@ -17,7 +17,7 @@ from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops import call_events, fused, fused_plan
+from megatron_flux.ops import call_events, fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import fused as backend
 from megatron_flux.ops.backends import registry
@@ -464,7 +464,7 @@ def test_an_all_reduce_of_many_rows_goes_by_tiles_for_all_ranks(ws: bool, monkey
 
 def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags of a half are followed by the other half's data."""
-    monkeypatch.setattr(fused_plan, "sm_count", lambda _: 132)
+    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
     x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
     call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
     with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):

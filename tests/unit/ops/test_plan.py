@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_flux.ops import fused, fused_plan
+from megatron_flux.ops import fused
 from megatron_flux.ops.backends.fused import hopper_kernels
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
@@ -148,7 +148,7 @@ def test_no_candidate_needs_more_flags_than_there_are(
     op: str, m: int, n: int, k: int, tp: int, ws: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked of the plans themselves, which check before they claim a slot of the slab."""
-    monkeypatch.setattr(fused_plan, "sm_count", lambda _: 132)
+    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
     x = torch.empty((m // tp if op == AG else m, k), device="meta", dtype=torch.bfloat16)
     weight = torch.empty((n, k), device="meta", dtype=torch.bfloat16)
     found = candidates(op, m // tp, n, k, tp, 132, ws)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_flux.comm import agreement, mailbox
+from megatron_flux.comm import agreement
 from tests.distributed.data import attempt
 from tests.distributed.pool import WorkerPool, on_ranks
 
@@ -94,7 +94,7 @@ def fails(what: str) -> AbstractContextManager[Any]:
     if dist.get_rank() == 0:
         return nullcontext()
     if what == "mapping":
-        return mock.patch.object(mailbox.Box, "at", side_effect=PermissionError("not allowed, for a test"))
+        return mock.patch.object(agreement.Box, "at", side_effect=PermissionError("not allowed, for a test"))
     return mock.patch.object(os, "memfd_create", side_effect=OSError("no memory, for a test"))
 
 

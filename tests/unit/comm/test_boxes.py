@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_flux.comm.mailbox import Box
+from megatron_flux.comm.agreement import Box
 
 
 def test_messages_are_read_once_and_in_order() -> None:

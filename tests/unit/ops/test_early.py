@@ -16,7 +16,7 @@ pytest.importorskip("triton", minversion="3.6")
 from megatron_flux.comm.slab import Slab
 from megatron_flux.kernels import ahead, launch
 from megatron_flux.kernels import transpose as transposes
-from megatron_flux.ops import early, fused
+from megatron_flux.ops import early, fused_gather
 from megatron_flux.patch import patcher
 
 LIMIT = 600 * 10**9  # nanoseconds
@@ -62,7 +62,7 @@ def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.M
     )  # fmt: skip
     work = slab()
     for half in (0, 1):
-        launched.append((lambda of: (of.kernel, of.arguments, of.constants))(fused._gather_wait(work, half)))
+        launched.append((lambda of: (of.kernel, of.arguments, of.constants))(fused_gather._gather_wait(work, half)))
         monkeypatch.setattr(work, "check", lambda: None)
         work.start(half)
     for columns in (False, True):
@@ -86,7 +86,7 @@ def test_a_kernel_that_is_not_ready_is_compiled_by_the_call(jobs: list[bytes], m
     monkeypatch.setattr(launch, "warm_up", compiled)
     monkeypatch.setattr(launch, "Kernel", lambda compiled: compiled)
     monkeypatch.setattr(launch.driver, "load", lambda *_: 1)
-    given = fused._gather_wait(slab(), 0)
+    given = fused_gather._gather_wait(slab(), 0)
     launch.load(given.kernel, given.arguments, given.constants, 0)
     assert made == [given.kernel]
 

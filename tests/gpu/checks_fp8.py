@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ import torch.distributed as dist
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
 from megatron_flux import ops
 from megatron_flux.comm import links
+from megatron_flux.kernels import launch
 from megatron_flux.kernels.transpose import transpose
 from megatron_flux.layers import fp8
 from megatron_flux.ops.cuda_graphs import captured_calls
+from megatron_flux.ops.early import compile_small_kernels
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from tests.gpu.checks import NAME, ROWS, hopper, planned, poison
@@ -33,6 +36,22 @@ from tests.gpu.emulated_group import EmulatedGroup
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WAYS = {"tensor": ("tensor", False), "split": ("tensor", True), "blocks": ("blocks", False)}
 """Scaling of operands, and whether sums are promoted because the call asks for it."""
+
+
+def small_kernels(group):
+    """Gathers launch what a child process compiled while a model was built, and compile nothing themselves."""
+    compile_small_kernels(group.size(), torch.device("cuda", torch.cuda.current_device()))
+    for future in launch.ahead.values():
+        future.result(timeout=120)
+    one = torch.ones(1, device="cuda")
+    with mock.patch.object(launch, "warm_up", side_effect=AssertionError("compiled by the call")):
+        for columns in (False, True):
+            x = torch.empty(1024, 4096, dtype=torch.uint8, device="cuda").random_(0, 256)
+            rows = x.t().contiguous() if columns else x
+            got = fp8.gather(fp8.Rows(rows, one, columns), group, NAME).wait()
+            assert got.transposed
+            assert torch.equal(got.data, gather(x, group).t()), columns
+    return f"{len(launch.ahead)} kernels"
 
 
 def one_scale(group: dist.ProcessGroup, operand: Fp8Operand) -> Fp8Operand:
@@ -442,8 +461,8 @@ def tuned(group):
 CHECKS: dict[str, Callable[[dist.ProcessGroup], str]] = {
     check.__name__: check
     for check in (
-        exact, transposed, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams, graphs,
-        tuned, chunked, any_rows, random_shapes,
+        small_kernels, exact, transposed, shapes, plans, bias, addend, elsewhere, repeated, poisoned_shard, streams,
+        graphs, tuned, chunked, any_rows, random_shapes,
     )
 }  # fmt: skip
 

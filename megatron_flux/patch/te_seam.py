@@ -151,7 +151,7 @@ class TransformerEngine:
             if layer.ub_bulk_wgrad and not weight.requires_grad:
                 log_once(
                     "TransformerEngine's userbuffers (tp_comm_overlap) do not sum dx over ranks where a weight is "
-                    "frozen: gradients of all layers before are wrong. Train without tp_comm_overlap (docs/fine-tuning.md)"
+                    "frozen: gradients of all layers before are wrong. Leave tp_comm_overlap off (docs/fine-tuning.md)"
                 )
             return "userbuffers (tp_comm_overlap)"
         symmetric = getattr(layer, "symmetric_ar_type", None)

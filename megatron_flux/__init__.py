@@ -63,7 +63,7 @@ _MODULES = {
 
 # Whoever imports a part of this package first would bind its name here, in the place of the function's.
 import_module(f"{__name__}.patch")
-del globals()["patch"]
+globals().pop("patch", None)
 
 
 def __getattr__(name: str) -> Any:

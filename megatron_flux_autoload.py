@@ -3,30 +3,29 @@
 A module of its own, because this runs in every process that imports torch: without the variable it reads the
 environment, and that is all. torch skips it where TORCH_DEVICE_BACKEND_AUTOLOAD=0.
 
-And the entry point of the command ``megatron-flux``, whose imports take seconds.
+And the entry point of the command ``megatron-flux``.
 """
 
+import importlib.util
 import os
 import signal
 import sys
 
 OFF = ("", "0", "false", "off", "no")
-"""As :data:`megatron_flux.settings.OFF`, which is not imported here: that would import torch, in a circle."""
+"""As :data:`megatron_flux.settings.OFF`, which is not imported here: every process with torch would import both."""
 
 
 def main() -> None:
     """Run ``megatron-flux``; until it is imported, Ctrl-C ends the process without a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        from megatron_flux.cli.main import main as command
-    except ModuleNotFoundError as error:
-        if error.name not in (needed := ("jinja2", "plotly", "rich", "yaml")):
-            raise
+    needed = ("jinja2", "plotly", "rich", "yaml")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         names = " ".join(needed).replace("yaml", "pyyaml")
-        needs = f"it needs {error.name}, which is not installed: pip install {names} (the extra run)"
+        needs = f"it needs {missing[0]}, which is not installed: pip install {names} (the extra run)"
         print(f"megatron-flux: error: {needs}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2)
+    from megatron_flux.cli.main import main as command
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
+import wrapt
 from platformdirs import user_cache_dir
 
 from megatron_flux.errors import UserError
@@ -107,4 +107,4 @@ def _hold() -> None:
     _held = {name: os.environ.get(name) for name in _NAMES}
 
 
-torch.cuda._lazy_call(_hold)
+wrapt.register_post_import_hook(lambda cuda: cuda._lazy_call(_hold), "torch.cuda")

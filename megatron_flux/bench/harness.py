@@ -2,7 +2,8 @@
 
 1. :func:`run_cases` gives each case a deadline and writes what was measured so far: ``summary.json`` with one row per
    case (operators) or per case and variant (layers), and ``rounds.jsonl`` with the raw rounds.
-2. A benchmark builds the variants of its case. All ranks leave out what one rank cannot do (:func:`attempt`).
+2. A benchmark builds the variants of its case. All ranks leave out what one rank cannot do (:func:`attempt`), unless
+   the others wait for that rank: then the run ends.
 3. :func:`measure` times them: each round runs one burst of every variant in a new random order, and a time is the
    slowest rank's (:mod:`megatron_flux.ops.timing`).
 
@@ -15,6 +16,7 @@ import gc
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,6 +43,8 @@ logger = logging.getLogger("megatron_flux")
 WARMUP_STEPS = 3
 TUNING_STEPS = 5  # between two looks whether the tuner has decided
 MOST_TUNING_S = 300.0
+GRACE_S = 30.0
+"""Seconds after a rank's failure in which peers fail alike, or get on without it: ranks compile at different speeds."""
 
 Samples = dict[str, list[Any]]
 """One variant's rounds, an entry each. Of the slowest rank: ``step_ms``, ``host_ms`` (to enqueue a step on an idle GPU)
@@ -235,8 +239,31 @@ def run_until_tuned(step: Callable[[], object], ranks: dist.ProcessGroup) -> Non
             raise FluxError(f"the tuner has not decided within {MOST_TUNING_S:.0f} s")
 
 
-def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | None, str | None]:
-    """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks."""
+@contextmanager
+def ended_after(seconds: float, error: FluxError) -> Iterator[None]:
+    """End this process with ``error`` unless the block ends in time: a hang on a GPU raises nothing."""
+
+    def end() -> None:
+        logger.error("%s", error)
+        rank.WholeErrorFile().record_exception(error)  # the launcher reads it
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup, what: str) -> tuple[_T | None, str | None]:
+    """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks.
+
+    Peers may wait for a rank that failed, in a collective where nothing can reach them. If they have not come to the
+    end of the action after :data:`GRACE_S`, that rank ends with its error, which names ``what``; its launcher ends the
+    others.
+    """
     result, mine = None, None
     try:
         result = action()
@@ -244,7 +271,9 @@ def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup) -> tuple[_T | No
         mine = str(error)
     except Exception as error:  # whatever a variant raises is the reason why it is left out
         mine = f"rank {ranks.rank()}: {type(error).__name__}: {error}"
-    reason = next(filter(None, agreement.of_all_ranks(mine, ranks)), None)
+    alone = FluxError(f"{what}: {mine}; its peers have not come to the end of it in {GRACE_S:g} s")
+    with nullcontext() if mine is None else ended_after(GRACE_S, alone):
+        reason = next(filter(None, agreement.of_all_ranks(mine, ranks, f"the end of {what}")), None)
     return (result, None) if reason is None else (None, " ".join(reason.split())[:500])
 
 

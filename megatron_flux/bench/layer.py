@@ -163,7 +163,7 @@ class LayerBench:
         if (reason := variants.why_not(name, workload, here.device, here.link.kind)) is not None:
             return None, reason
         if kind not in self._blocks:
-            self._blocks[kind] = attempt(partial(self._build, kind, stack), here.ranks)
+            self._blocks[kind] = attempt(partial(self._build, kind, stack), here.ranks, f"{workload.label} {name}")
         block, reason = self._blocks[kind]
         if block is None:
             return None, reason
@@ -175,7 +175,7 @@ class LayerBench:
         if kind in variants.FSDP:
             x, dy = variants.sequences_of(x, dy, workload, here.group)
         variant = variants.make(name, block, x, dy, recipe=workload.fp8, context=self.context, **settings)
-        return attempt(partial(self._warm_up, variant), here.ranks)
+        return attempt(partial(self._warm_up, variant), here.ranks, f"{workload.label} {name}")
 
     def _build(self, kind: variants.BlockKind, stack: ExitStack) -> torch.nn.Module:
         tp = self.here.group.size()
@@ -242,7 +242,8 @@ class LayerBench:
 
         with variant.active():
             generators = list(get_all_rng_states().values())
-            replay, reason = attempt(lambda: harness.capture(variant.run, generators), self.here.ranks)
+            what = f"{self.workload.label} {variant.name} in a CUDA graph"
+            replay, reason = attempt(lambda: harness.capture(variant.run, generators), self.here.ranks, what)
         if replay is not None:
             difference = self._compare(self._observe(Variant(variant.name, replay)), eager)
             if difference["ok"]:

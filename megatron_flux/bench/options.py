@@ -11,13 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt, TypeAdapter, ValidationError
 
-from megatron_flux.bench.arms import ARMS
 from megatron_flux.bench.cases import LINEARS, Case, Workload, check_divides, layer_cases
 from megatron_flux.config import FluxConfig
 from megatron_flux.errors import UserError
-from megatron_flux.ops import backend_names
 from megatron_flux.options import Options, option
-from megatron_flux.patch.patcher import check
 from megatron_flux.settings import LinkKind, Wire
 from megatron_flux.train.fp8 import Recipe
 from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOptions
@@ -168,7 +165,7 @@ class PeersOptions(_Measured):
     m: list[PositiveInt] = option([512, 2048, 8192, 32768], "Rows of the whole group.")
     dtype: list[Literal["bf16", "fp8"]] = option(["bf16", "fp8"], "Operands; fp8: e4m3, one scale a tensor.")
     tp: int | None = _tp("GPUs of the group. Default: all; 2 without GPUs.", ge=2)
-    arms: list[str] = option(list(ARMS), "Who runs the calls.")
+    arms: list[str] = option(["nccl", "nccl_symm", "torch_async_tp", "te_userbuffers", "flux"], "Who runs the calls.")
     burst: int = _in_file(6, "Back-to-back calls per round and arm.", ge=1)
     timeout: float = _in_file(600.0, "Seconds after which an arm that has not come back ends the run.", gt=0)
     device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")
@@ -179,6 +176,8 @@ class PeersOptions(_Measured):
         Raises:
             UserError: an unknown model or arm, or sizes that ``tp`` does not divide.
         """
+        from megatron_flux.bench.arms import ARMS
+
         tp, cases = self.tp or 1, []
         _known("--arms", self.arms, ARMS)
         for name in _known("--model", self.model, PRESETS):
@@ -248,6 +247,8 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
     Raises:
         UserError: a name or a value that :class:`~megatron_flux.config.FluxConfig` does not have.
     """
+    from megatron_flux.patch.patcher import check
+
     base, *words = name.split(":")
     changes = dict(word.partition("=")[::2] for word in words)
     known = [field.name for field in fields(FluxConfig)]
@@ -272,6 +273,8 @@ def layer_run(options: LayerOptions, tp: int) -> LayerRun:
         UserError: an unknown model, variant or backend, options that exclude each other, or sizes that ``tp`` does not
             divide.
     """
+    from megatron_flux.ops import backend_names
+
     mode, trained = options.mode, options.mode == "training"
     graphs = options.cuda_graphs if options.cuda_graphs is not None else mode == "decode"
     variants = list(dict.fromkeys(options.variants))

@@ -3,8 +3,7 @@
 1. Each arm of :mod:`megatron_flux.bench.arms` that can run a call opens its ways to run it. Each way is compared with
    an fp32 reference. All right ones take part in the rounds; the fastest is the arm's.
 2. An arm that raises on any rank when it is opened or checked is left out of that call on all ranks, with the reason.
-   One that does not come back ends the run with its name (:func:`watched`): its kernels hold the GPUs, so nothing else
-   could be measured.
+   One that does not come back ends the run with its name: its kernels hold the GPUs, so nothing else could be measured.
 
 Fields of a row, one per call and arm: ``device``, ``op``, ``model``, ``m``, ``n``, ``k``, ``dtype`` (bf16, fp8) and
 
@@ -20,9 +19,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
@@ -84,28 +82,14 @@ def error_of(result: torch.Tensor, right: torch.Tensor) -> float:
     return torch.stack([((a.float() - b).norm(dim=1) / b.norm(dim=1)).max() for a, b in parts]).max().item()
 
 
-@contextmanager
-def watched(arm: str, case: Case, seconds: float) -> Iterator[None]:
-    """End this process with the arm's name unless the block ends in time: a hang on a GPU raises nothing."""
-
-    def end() -> None:
-        words = f"arm {arm} has not come back for {seconds:g} s from {case.op} {case.model} m={case.m}"
-        error = FluxError(f"{words}; leave it out of --arms")
-        logger.error("%s", error)
-        rank.WholeErrorFile().record_exception(error)  # the launcher reads it
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def watched(arm: str, case: Case, seconds: float) -> AbstractContextManager[None]:
+    """End this process with the arm's name unless the block ends in time."""
+    words = f"arm {arm} has not come back for {seconds:g} s from {case.op} {case.model} m={case.m}"
+    return harness.ended_after(seconds, FluxError(f"{words}; leave it out of --arms"))
 
 
 def checked(
-    way: Callable[[], torch.Tensor], right: torch.Tensor, watch: Watch, ranks: dist.ProcessGroup
+    way: Callable[[], torch.Tensor], right: torch.Tensor, watch: Watch, ranks: dist.ProcessGroup, what: str
 ) -> tuple[float | None, str | None]:
     """Run a way a few times. Returns its largest error, of all calls and ranks, or the reason why there is none.
 
@@ -119,7 +103,7 @@ def checked(
     errors: list[float] = []
     for _ in range(WARMUP_STEPS):
         with watch():
-            error, reason = harness.attempt(call, ranks)
+            error, reason = harness.attempt(call, ranks, what)
         if error is None:
             return None, reason
         errors += agreement.of_all_ranks(error, ranks)
@@ -132,6 +116,7 @@ def measure(case: Case, wanted: PeersRun, here: Ranks) -> Measured:
     right, dtype = reference(inputs), "bf16" if case.fp8 is None else "fp8"
     call = {"op": case.op, "model": case.model, "m": case.m, "n": case.n, "k": case.k, "dtype": dtype}
     by_label = {dist.get_backend(here.group) if name == "nccl" else name: ARMS[name] for name in wanted.arms}
+    names = {label: f"arm {label} in {case.op} {case.model} m={case.m}" for label in by_label}
     watches = {label: partial(watched, label, case, wanted.timeout) for label in by_label}
     opened = {label: ExitStack() for label in by_label}
     errors: dict[str, dict[str, float]] = {}
@@ -145,8 +130,8 @@ def measure(case: Case, wanted: PeersRun, here: Ranks) -> Measured:
 
     for label, watch in watches.items():
         with watch():
-            ways, reason = harness.attempt(partial(ways_of, label), here.ranks)
-        tried = {setting: checked(way, right, watch, here.ranks) for setting, way in (ways or {}).items()}
+            ways, reason = harness.attempt(partial(ways_of, label), here.ranks, names[label])
+        tried = {setting: checked(way, right, watch, here.ranks, names[label]) for setting, way in (ways or {}).items()}
         found = {setting: error for setting, (error, _) in tried.items() if error is not None}
         if found:
             errors[label] = found

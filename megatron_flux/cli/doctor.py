@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from rich.console import Console
-
 from megatron_flux.options import Options, option
-from megatron_flux.telemetry import environment
 
 
 class DoctorOptions(Options):
@@ -19,6 +16,10 @@ class DoctorOptions(Options):
 
 def doctor(options: DoctorOptions) -> None:
     """Say what this machine has and whether flux can run (exit code 1: it cannot)."""
+    from rich.console import Console
+
+    from megatron_flux.telemetry import environment
+
     found = environment.examine()
     if options.json_:
         print(json.dumps(found, indent=2))

@@ -1,6 +1,8 @@
 """The ``megatron-flux`` command: finds the command that the words name, and ends the process.
 
 Bad input ends it with one line and exit code 2, a failed run with 1: the cause is the last line, whatever was raised.
+
+What a command works with is imported as it runs: help would wait seconds for torch.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from megatron_flux import settings
 from megatron_flux.cli import bench, command_line, doctor, quant, report, slurm, train
 from megatron_flux.errors import FluxError, UserError
 from megatron_flux.options import Options
-from megatron_flux.patch import first_linear
-from megatron_flux.run import rank
 from megatron_flux.version import __version__
 
 PROGRAM = "megatron-flux"
@@ -92,9 +92,10 @@ def run(words: Sequence[str]) -> None:
 
 def main() -> None:
     """Run ``megatron-flux`` and end the process, as the command line or as a rank of a run."""
-    first_linear.settle()
     try:
         if "RANK" in os.environ:
+            from megatron_flux.run import rank
+
             rank.recorded(lambda: run(sys.argv[1:]))
         else:
             run(sys.argv[1:])

@@ -6,8 +6,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatron_flux.errors import require
 from megatron_flux.options import Options, argument, option
 
@@ -25,6 +23,8 @@ class FoldOptions(Options):
 def fold(options: FoldOptions) -> None:
     """Fold the activation order of a GPTQ checkpoint's MLPs for tensor parallelism."""
     require("safetensors", "quant fold")
+    from rich.console import Console
+
     from megatron_flux.quant import checkpoint as module
 
     found = module.read(options.checkpoint)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_flux.metrics import watch as watching
-from megatron_flux.metrics.report import write_report
 from megatron_flux.options import Options, argument, option
 from megatron_flux.run import folder
 
@@ -26,6 +24,8 @@ class WatchOptions(Options):
 
 def report(options: ReportOptions) -> None:
     """Write one HTML page about run folders, several side by side."""
+    from megatron_flux.metrics.report import write_report
+
     runs = options.runs
     out = options.out or (runs[0] if len(runs) == 1 else folder.default_folder("report"))
     print(f"wrote {write_report(runs, out)}", file=sys.stderr, flush=True)
@@ -33,4 +33,6 @@ def report(options: ReportOptions) -> None:
 
 def watch(options: WatchOptions) -> None:
     """Show a running job's steps until it has ended (or Ctrl-C); in a pipe, once."""
+    from megatron_flux.metrics import watch as watching
+
     watching.watch(options.run)

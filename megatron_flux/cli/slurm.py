@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 
 from megatron_flux.errors import UserError
 from megatron_flux.options import Options, argument, option, read_settings
-from megatron_flux.run import rank
-from megatron_flux.slurm import layout, queue, status, submit
+from megatron_flux.slurm import queue
 from megatron_flux.slurm.job import Job, Mode, Resolved, resolve
 from megatron_flux.slurm.profile import Directive, Duration, Place, Profile
-from megatron_flux.slurm.render import job_script
 from megatron_flux.train.options import CompareOptions, TrainOptions
 
 
@@ -97,6 +95,8 @@ def render(options: RenderOptions) -> None:
 
 def submit_job(options: SubmitOptions) -> None:
     """Submit a job."""
+    from megatron_flux.slurm import submit
+
     job, text = script(options)
     submit.check_paths(job)
     runs = options.runs.absolute()
@@ -111,6 +111,8 @@ def submit_job(options: SubmitOptions) -> None:
 
 def show_status(options: StatusOptions) -> None:
     """Say what state jobs are in, how far they are, what they found, and why they ended."""
+    from megatron_flux.slurm import status
+
     found = options.folders or status.all_jobs(options.runs)
     if not found:
         raise UserError(f"no folders of jobs in {options.runs}; give a folder, or --runs")
@@ -120,6 +122,8 @@ def show_status(options: StatusOptions) -> None:
 
 def resume(options: ResumeOptions) -> None:
     """Submit a job that ended again: it goes on from its last checkpoint."""
+    from megatron_flux.slurm import submit
+
     changes = options.model_dump(exclude={"folder", "from_start", "dry_run"})
     what = submit.resumption(options.folder, changes, from_start=options.from_start)
     begins = ", ".join(f"rep-{index} {begins}" for index, begins in what.begins.items())
@@ -133,7 +137,12 @@ def resume(options: ResumeOptions) -> None:
 
 def check(options: JobOptions) -> None:
     """Check a job's layout without GPUs: a layer of each stage, the weights' memory."""
+    from megatron_flux.patch import first_linear
+    from megatron_flux.run import rank
+    from megatron_flux.slurm import layout
+
     rank.quiet_megatron()
+    first_linear.settle()
     print("\n".join(layout.check(resolved(options))))
 
 
@@ -163,6 +172,8 @@ def resolved(options: JobOptions) -> Resolved:
 
 def script(options: JobOptions) -> tuple[Resolved, str]:
     """Return the checked job, and its script. Raises UserError: it would not run."""
+    from megatron_flux.slurm.render import job_script
+
     job, given = resolved(options), {**_layout(options), **_site(options)}
     words = ["megatron-flux", "slurm", "render", "--profile", options.profile, "--job", options.job]
     words += ["--mode", options.mode, *(f"--{name}={value}" for name, value in given.items())]

@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from signal import Signals
-from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
@@ -51,12 +51,12 @@ def description(run: BaseModel, options: Options, more: Mapping[str, Any]) -> di
     return folder.described(run.model_dump(mode="json"), options.as_given(), {**more, **versions})
 
 
-def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapping[str, Any], dry_run: bool) -> None:
+def benchmark(module: str, about: str, run: Any, options: Any, more: Mapping[str, Any], dry_run: bool) -> None:
     """Run ``module.work(run)`` in a folder of its own: ``options.out``, or one that is named after the benchmark.
 
     ``run`` and ``options`` are the benchmark's models; ``about`` is printed, ``more`` goes into the description.
     """
-    command = f"bench {module.__name__.rpartition('.')[2]}"
+    command = f"bench {module.rpartition('.')[2]}"
     out, overwrite = options.out or folder.default_folder(*command.split()), options.overwrite
     run = run.model_copy(update={"out": out})
     describe = partial(description, run, options, more)
@@ -68,14 +68,14 @@ def benchmark(module: ModuleType, about: str, run: Any, options: Any, more: Mapp
     on_ranks(command, f"{about}, run folder {out}", module, run.model_dump_json(), run.tp, left=left)
 
 
-def on_ranks(command: str, about: str, module: ModuleType, argument: str, ranks: int, *, left: str) -> Signals | None:
+def on_ranks(command: str, about: str, module: str, argument: str, ranks: int, *, left: str) -> Signals | None:
     """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, call it here.
 
     ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. The result is that
     of :func:`megatron_flux.run.launcher.launch`.
     """
     if launcher.started():
-        module.work(argument)
+        import_module(module).work(argument)
         return None
     print(f"megatron-flux {command}: {about}", file=sys.stderr, flush=True)
-    return launcher.launch(module.__name__, argument, ranks, left=left)
+    return launcher.launch(module, argument, ranks, left=left)

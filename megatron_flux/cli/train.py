@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from megatron_flux.cli import start
 from megatron_flux.errors import InterruptedRunError, require
-from megatron_flux.metrics.strict_json import read_json_object
-from megatron_flux.metrics.summary import parity
-from megatron_flux.metrics.table import counted
-from megatron_flux.patch.megatron_core import checked_versions
-from megatron_flux.run import folder, launcher, rank
-from megatron_flux.telemetry import environment
-from megatron_flux.train import checkpoint_folder, config, data, description, fp8, worker
-from megatron_flux.train.config import RunConfig
+from megatron_flux.run import folder
 from megatron_flux.train.options import CompareOptions, TrainOptions
+
+if TYPE_CHECKING:
+    from megatron_flux.train.config import RunConfig
 
 
 def train(options: TrainOptions, dry_run: bool) -> None:
@@ -35,6 +28,12 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
 
     Raises UserError: versions, packages, sizes or data with which it could not run.
     """
+    import torch
+
+    from megatron_flux.patch.megatron_core import checked_versions
+    from megatron_flux.run import launcher, rank
+    from megatron_flux.train import config, data
+
     rank.quiet_megatron()
     checked_versions()
     device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +49,13 @@ def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
 
 
 def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) -> None:
+    from megatron_flux.cli import start
+    from megatron_flux.metrics.strict_json import read_json_object
+    from megatron_flux.metrics.table import counted
+    from megatron_flux.run import launcher, rank
+    from megatron_flux.telemetry import environment
+    from megatron_flux.train import checkpoint_folder, data, description, fp8
+
     run = resolved(command, options)
     saved = checkpoint_folder.check_resume(run)
     inherited = {name: saved[name] for name in checkpoint_folder.INHERITED if name in saved}
@@ -64,6 +70,8 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     if start.described(dry_run, lambda: description.description(run), run.out, **how):
         return
     if launcher.started() and not first:
+        from megatron_flux.train import worker
+
         worker.run(run)
         return
     # Tokenizing shows its errors here, before any process is started; the ranks then find the result in the cache.
@@ -79,7 +87,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
             f"preset {run.preset}, {fp8.words(run.precision, run.fp8)}, run folder {run.out}",
-            worker,
+            "megatron_flux.train.worker",
             str(run.out),
             run.world_size,
             left=f"what was recorded is in {run.out}",
@@ -95,6 +103,9 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
 
 def _check_parity(run: RunConfig, tolerance: float) -> None:
     """Print whether the losses of both variants agree; exit code 1 if they do not."""
+    from megatron_flux.metrics.strict_json import read_json_object
+    from megatron_flux.metrics.summary import parity
+
     summary = run.out / "summary.json"
     same, line = False, "parity is not known: the run was stopped before its last step"
     if summary.is_file():

@@ -52,6 +52,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a backward whose forward has set ``ctx.linear``."""
     once = once_differentiable(backward)
 
+    @torch._disable_dynamo  # as torch.compiler.disable, which imports it: a step may be compiled as a whole
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run = once if torch.is_grad_enabled() else backward

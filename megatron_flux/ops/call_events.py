@@ -186,14 +186,16 @@ def run(call: OperatorCall, plan: Plan) -> Any:
         transposed=call.transposed, backend=plan.counted[1], group_name=group.group_name, group=group, wire=call.wire,
         fp8=call.fp8 and call.fp8.kind,
     )  # fmt: skip
-    with _segment(seen, first=True):
+    # A name takes the host longer than two marks.
+    segment: Any = _timed_range if _state["ranges"] or _state["nvtx"] else _timed
+    with segment(seen, first=True):
         result = plan.run(call)
-    return result.within(lambda: _segment(seen, first=False)) if isinstance(result, Pending) else result
+    return result.within(lambda: segment(seen, first=False)) if isinstance(result, Pending) else result
 
 
 @contextmanager
-def _segment(call: Call, *, first: bool) -> Iterator[None]:
-    """Time one stretch of a watched call."""
+def _timed_range(call: Call, *, first: bool) -> Iterator[None]:
+    """Time one stretch of a watched call, and name it."""
     with named(str(call) if first else f"{call} wait"), _timed(call, first=first):
         yield
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from megatron_flux import gpus
 from megatron_flux.errors import UserError
-from megatron_flux.kernels.wire_format import EXACT
 from megatron_flux.options import is_file_only, validated
 from megatron_flux.settings import LinkKind
 from megatron_flux.slurm.profile import FromYaml, Name, Profile, Text, Training, seconds
-from megatron_flux.train import config
 from megatron_flux.train.fp8 import check_capability
 from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import parameters
+
+if TYPE_CHECKING:
+    from megatron_flux.train.config import RunConfig
 
 Mode = Literal["baseline", "flux", "compare"]
 _FOLDERS = {"out", "overwrite", "save", "load", "ckpt_step"}
@@ -53,7 +54,7 @@ class Resolved:
     job: Job
     profile: Profile
     mode: Mode
-    run: config.RunConfig  # as a rank of the job will see it; folders and repetition apart
+    run: RunConfig  # as a rank of the job will see it; folders and repetition apart
     arguments: tuple[str, ...]  # words for `megatron-flux`, without what the script adds
     link: LinkKind  # of tensor-parallel groups
 
@@ -80,10 +81,12 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
     layout |= {"link": link} if profile.link == "host" or link == "p2p" else {}
     if mode != "baseline":
         _check_wires(job, profile, link, given.get("grad_wire"))
-        layout |= {"wire": profile.wire} if profile.wire != EXACT else {}
+        layout |= {"wire": profile.wire} if profile.wire != "exact" else {}
     chosen = {name: value for name, value in {**given, **layout}.items() if value is not None}
     options = validated(kind, "training", chosen)
     world_size = job.nodes * profile.processes_per_node
+    from megatron_flux.train import config
+
     run = config.resolve(options, world_size=world_size, device=profile.device, out=Path("run"))
     if run.fsdp:
         raise UserError("fsdp is not compared in a job, which saves checkpoints; leave it out of the training options")
@@ -112,7 +115,7 @@ def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | No
     if link in ("host", "p2p") and job.tp > 1:
         return
     for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():
-        if wire not in (None, EXACT):
+        if wire not in (None, "exact"):
             sizes = f"tp {job.tp} on nodes of {profile.processes_per_node}"
             why = sizes if profile.link in ("host", "p2p") else f"the link {profile.link}"
             raise UserError(
@@ -120,7 +123,7 @@ def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | No
             )
 
 
-def least_memory(run: config.RunConfig) -> float:
+def least_memory(run: RunConfig) -> float:
     """Return the GiB of weights, gradients and optimizer state on a GPU, both variants together, without activations.
 
     bf16 weights (2 bytes a parameter), fp32 gradients (4) and, shared by the data-parallel ranks where the optimizer

@@ -57,6 +57,17 @@ def test_a_failure_is_one_line_and_ends_the_others(warm_python: str, what: str, 
     assert time.monotonic() - began < 120
 
 
+def test_an_error_of_one_rank_ends_a_benchmark(warm_python: str, tmp_path: Path) -> None:
+    """Its peer waits in a collective for the rest of the step."""
+    began = time.monotonic()
+    assert launch(warm_python, "bench", str(tmp_path)) == (
+        1,
+        "FluxError rank 1 failed: FluxError: small-16x1 local: rank 1: MemoryError: none is left; its peers have not "
+        "come to the end of it in 2 s (exit code 1); the rest is in the attic",
+    )
+    assert time.monotonic() - began < 50
+
+
 NODE = """
 import sys
 from megatron_flux.run import node

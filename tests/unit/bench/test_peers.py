@@ -19,7 +19,7 @@ PEERS = ("bench", "peers")
 def test_twelve_calls_of_four_m_in_two_types(run: Run) -> None:
     found: dict[str, Any] = json.loads(run(*PEERS, "--dry-run"))
     calls = found["calls"]
-    assert (found["config"]["tp"], len(calls)) == (2, 12 * 4 * 2)
+    assert (found["config"]["tp"], len(calls), found["config"]["arms"]) == (2, 12 * 4 * 2, list(ARMS))
     shapes = {(c["op"], c["model"], c["layer"], c["n"], c["k"]) for c in calls}
     assert len(shapes) == 12
     assert {

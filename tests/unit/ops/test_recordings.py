@@ -17,6 +17,7 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.ops import recordings
 from megatron_flux.ops.backends.chunked import ChunkedPlan
 from megatron_flux.ops.call import OperatorCall
+from megatron_flux.ops.call_events import CallTimer, timed_by
 from megatron_flux.ops.recordings import Recordings
 from tests.unit.ops.test_call_path import called
 from tests.unit.ops.test_chunked_path import MP, Scene, integers, scene
@@ -123,7 +124,11 @@ def test_recordings_are_apart(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
     assert repeat(scene, 9, Recordings()) == [False] * 7 + [True] * 2
 
 
-def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(scene: Scene) -> None:
+@pytest.mark.parametrize(("timer", "most"), [(None, 36), (CallTimer(), 46)], ids=["", "sampled"])
+def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(
+    scene: Scene, timer: CallTimer | None, most: int
+) -> None:
+    """A sampled call as well, whose events are around the replay."""
     (_, group), *_ = scene.on_ranks()
     x, w, memory = integers(MP, K), integers(N, K), Reused(scene)
     asked = OperatorCall("all_gather_gemm", x, w, group)
@@ -132,9 +137,10 @@ def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(scene: Scene) ->
     for _ in range(3):
         memory.begin()
         scene.cuda.asked.clear()
-        functions = called(lambda: ops.all_gather_gemm(x, w, group, return_gathered=True))
+        with timed_by(timer):
+            functions = called(lambda: ops.all_gather_gemm(x, w, group, return_gathered=True))
     assert scene.cuda.asked == ["record", "record", "record", "replay"]
-    assert len(functions) <= 36, functions
+    assert len(functions) <= most, functions
 
 
 def test_what_cannot_be_recorded_runs_and_says_so_once(

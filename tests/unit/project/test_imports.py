@@ -16,11 +16,7 @@ names = {Requirement(line).name.lower() for name in ("run", "wandb", "quant")
     for line in extras[name]}
 modules = {module for module, found in metadata.packages_distributions().items() if names & {n.lower() for n in found}}
 assert {"plotly", "yaml", "rich"} <= modules, modules
-class Missing:
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in modules:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing)
+sys.modules |= dict.fromkeys(modules)
 """
 
 IS_LIGHT = """
@@ -56,6 +52,22 @@ megatron_flux.patch()
 assert megatron_flux.is_patched()
 hooks.register()
 """
+
+
+HELP = """
+import contextlib, io, sys
+from megatron_flux.cli.main import COMMANDS, run
+for words in ([], *map(str.split, COMMANDS)):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        run([*words, "--help"])
+    assert said.getvalue().startswith("usage: megatron-flux"), words
+assert not {"torch", "megatron", "numpy", "rich"} & sys.modules.keys(), sorted(sys.modules)
+"""
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HELP], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_core_alone_is_imported_and_patches_when_told() -> None:

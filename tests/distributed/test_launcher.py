@@ -145,9 +145,11 @@ for launcher in {launchers}:
 """
 
 
-def test_a_rank_ends_with_the_launcher_that_is_gone() -> None:
+def test_a_rank_ends_with_the_launcher_that_is_gone(warm_python: str, tmp_path: Path) -> None:
     """One that lives launched something else, of which this rank's own launcher was started."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    process = begin(sys.executable, "-c", RANK.format(launchers=[os.getpid(), gone.pid]))
+    program = tmp_path / "rank.py"
+    program.write_text(RANK.format(launchers=[os.getpid(), gone.pid]))
+    process = begin(warm_python, str(program))
     assert process.communicate(timeout=120)[0].split() == ["0", str(-signal.SIGTERM)]

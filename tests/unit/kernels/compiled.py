@@ -7,7 +7,9 @@ registers, counts of instructions and how many parameters a launch lays out that
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -315,6 +318,27 @@ def barriers_before_products(ptx: str) -> int:
         if "wgmma.mma_async" in block
     ]
     return sum(len(re.findall(r"\bbar(?:rier)?\.sync", part)) for part in (*behind, *heads))
+
+
+def signals_heard() -> bool:
+    """Whether a program's handlers hear their signals behind the first compile, for which nothing lies in the cache:
+    with it LLVM comes into the process.
+    """
+    heard: list[int] = []
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, lambda number, _: heard.append(number))
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda: plain(80, "ag_gemm", False)
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        relaunch.by_triton(Kernel(), 132)
+        assert list(Path(folder).rglob("*.cubin"))
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    return heard == list(numbers)
 
 
 def main() -> dict[str, dict[str, Any]]:

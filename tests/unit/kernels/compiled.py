@@ -7,6 +7,7 @@ registers, counts of instructions and how many parameters a launch lays out that
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 import signal
@@ -292,14 +293,24 @@ def of_another_m(argument: Any) -> Any:
 
 
 def assembled(ptx: str, gpu: str = "sm_90a") -> tuple[int, bool]:
-    """Bytes that are spilled, and whether ptxas says that it puts products one behind the other (C7510 to C7519)."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        said = subprocess.run(
-            [get_ptxas(90).path, "-v", f"--gpu-name={gpu}", str(source), "-o", str(Path(folder, "kernel.cubin"))],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+    """Bytes that are spilled, and whether ptxas says that it puts products one behind the other (C7510 to C7519).
+
+    What it says lies in Triton's cache afterwards, as its kernels do: ptxas takes longer than all else here.
+    """
+    ptxas = get_ptxas(90)
+    key = hashlib.sha256("\n".join((ptxas.version, gpu, ptx)).encode()).hexdigest()
+    remembered = Path(triton.knobs.cache.dir, f"ptxas-{key}.txt")
+    if not remembered.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "kernel.ptx")
+            source.write_text(ptx)
+            command = [ptxas.path, "-v", f"--gpu-name={gpu}", str(source), "-o", str(Path(folder, "kernel.cubin"))]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        written = remembered.with_suffix(f".{os.getpid()}")
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(said)
+        written.rename(remembered)
+    said = remembered.read_text()
     return int(re.search(r"(\d+) bytes spill stores", said)[1]), re.search(r"\(C751\d\)", said) is not None
 
 

@@ -48,14 +48,14 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait until it and all that it has started have ended; return what was said, last of all."""
+        """Wait until it and all that it has started have ended; return the errors that were written, last of all."""
         for _ in self._parts(timeout):
             pass
         self.wait(timeout)
         return "", self._text
 
     def until(self, words: str, timeout: float) -> None:
-        """Wait until it has said so."""
+        """Wait until it has written so."""
         parts = self._parts(timeout)
         while words not in self._text:
             assert next(parts, None), self._text
@@ -89,8 +89,8 @@ def _received(passed: Any) -> int:
 
 
 def _become(words: tuple[str, ...], environment: dict[str, str], said: int) -> None:
-    for stream in (1, 2):
-        os.dup2(said, stream)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(said, 2)
     os.close(said)
     os.environ.clear()
     os.environ.update(environment)

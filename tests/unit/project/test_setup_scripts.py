@@ -1,4 +1,4 @@
-"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Options of measure.sh's stages."""
+"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Options of measure.sh."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,6 +79,21 @@ def warm_python() -> Iterator[str]:
     warm = Warm()
     yield str(warm.python)
     warm.stop()
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that, on the path, is this package as pip would install it, with the entry points of pyproject.toml."""
+    folder = tmp_path_factory.mktemp("site")
+    points = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "megatron_flux_under_test-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-flux-under-test\nVersion: 1\n")
+    lines = [
+        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 A fresh one needs four seconds of a processor for these imports, and a training starts three. ``python`` of
 :class:`Warm` takes a command line, has the warm process fork, and lends the fork its own streams, environment and
 folder; it passes signals on and ends as the fork ends. The fork does not outlive it. To the fork it is
-``sys.executable``, so what a launcher starts begins warm as well.
+``sys.executable``, so what a launcher starts begins warm as well. Flux's plug-in of torch is loaded as it begins.
 
 Slurm signals every process below a task, and no fork is among them: in a step of a job, the executable hands its
 signals to what its fork has started, too.
@@ -200,6 +200,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         stream.reconfigure(line_buffering=os.isatty(stream.fileno()), write_through=unbuffered)
     code = 0
     try:
+        if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+            importlib.import_module("megatron_flux_autoload").load()  # torch would, at the end of its import
         if sys.argv[0] == "-m":
             del sys.argv[0]
             sys.path[0] = request["folder"]

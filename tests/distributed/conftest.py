@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import LIBRARIES, MEGATRON, NEWEST_BRIDGE, TRANSFORMER_ENGINE, Template, WorkerPool
+from tests.distributed.pool import MEGATRON, NEWEST_BRIDGE, TRANSFORMER_ENGINE, Template, WorkerPool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def templates() -> Iterator[None]:
     """The processes that workers are forked from end after all pools."""
     yield
-    for template in (MEGATRON, TRANSFORMER_ENGINE, LIBRARIES, NEWEST_BRIDGE):
+    for template in (MEGATRON, TRANSFORMER_ENGINE, NEWEST_BRIDGE):
         template.stop()
 
 
@@ -40,7 +40,7 @@ world2, world4, world = _pool(2), _pool(4), _each("world")
 """Two ranks, four, and first two, then four."""
 te_world2, te_world4, te_world = _pool(2, TRANSFORMER_ENGINE), _pool(4, TRANSFORMER_ENGINE), _each("te_world")
 """The same for TransformerEngine, which must be there before megatron-core is imported."""
-libraries_world2 = _pool(2, LIBRARIES, "module")
+libraries_world2 = _pool(2, TRANSFORMER_ENGINE, "module")
 """Two ranks of a file's own, for libraries that exchange functions of megatron-core."""
 newest_bridge_world2 = _pool(2, NEWEST_BRIDGE, "module")
 """Two ranks over the newest Megatron-Bridge, and megatron-core and TransformerEngine as it wants them."""

@@ -1,5 +1,6 @@
 """Imported, it lets this process find Megatron-Bridge's newest release, and megatron-core and TransformerEngine as that
-wants them, before those of the environment. Nothing happens where ``scripts/test.sh`` could not fetch them.
+wants them, before those of the environment, and imports what its test does: each rank would take seconds for that.
+Nothing happens where ``scripts/test.sh`` could not fetch them.
 """
 
 import importlib
@@ -17,3 +18,6 @@ if FOLDER.is_dir():
         typing.override = lambda function: function  # megatron-core from 0.17 on imports it
     importlib.import_module("tests.distributed.recipes").SOURCES["bridge"] = FOLDER.name
 importlib.import_module("tests.distributed.te_preload")
+if FOLDER.is_dir():
+    for name in ("models.gpt_provider", "peft.lora"):
+        importlib.import_module("tests.distributed.recipes").import_bridge(name)

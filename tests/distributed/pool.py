@@ -89,10 +89,9 @@ MODULES = (
 )
 """What most tests import: each rank of each pool would take seconds for them."""
 MEGATRON = Template(*MODULES)
-TRANSFORMER_ENGINE = Template("tests.distributed.te_preload", *MODULES)
+TRANSFORMER_ENGINE = Template("tests.distributed.te_preload", *MODULES, "modelopt.torch.quantization")
+"""With ModelOpt, and transformers, which other libraries need too: their imports take longer than their tests."""
 NEWEST_BRIDGE = Template("tests.distributed.newest_preload", *MODULES)
-LIBRARIES = Template("tests.distributed.te_preload", *MODULES, "modelopt.torch.quantization")
-"""With ModelOpt, and transformers, which others need too: their imports take longer than their tests."""
 
 
 class WorkerPool:

@@ -5,15 +5,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megatron_flux.run.rank import WholeErrorFile
+from tests.distributed.forked import Forked
 from tests.processes import MARK, end, left, with_mark
 from tests.train.conftest import UNCOMPILED
 
@@ -21,18 +22,20 @@ LAUNCH = ("-m", "tests.distributed.launch")
 ROOT = Path(__file__).parents[2]
 
 
-def begin(python: str, *words: str, **more: str) -> subprocess.Popen[str]:
+def environment_of(**more: str) -> dict[str, str]:
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [python, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**environment, **UNCOMPILED, "PYTHONPATH": path, **more},
-    )
+    return {**environment, **UNCOMPILED, "PYTHONPATH": path, **more}
+
+
+def begin(python: str, *words: str, **more: str) -> subprocess.Popen[str]:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([python, *words], text=True, cwd=ROOT, env=environment_of(**more), **pipes)
+
+
+def fork(*words: str, **more: str) -> Forked:
+    return Forked(*words, environment=environment_of(**more))
 
 
 def launch(python: str, *arguments: str) -> tuple[int, str]:
@@ -92,7 +95,7 @@ def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) ->
     (tmp_path / "n00").write_text("3 0 rank 0 on n00 failed: RuntimeError: Timed out\n")
     mark, notes = uuid.uuid4().hex, tmp_path / "n01.silent"
     more = {MARK: with_mark(mark), "MEGATRON_FLUX_FAILURES": str(tmp_path), "SLURMD_NODENAME": "n01"}
-    process, deadline = begin(sys.executable, "-c", NODE, **more), time.monotonic() + 120
+    process, deadline = fork("-c", NODE, **more), time.monotonic() + 120
     try:
         while psutil.STATUS_STOPPED not in states(process.pid):
             assert process.poll() is None
@@ -113,7 +116,7 @@ def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) ->
 def test_ranks_end_with_a_launcher_that_is_killed_as_they_start() -> None:
     """Before they have asked the kernel to tell them: they are still importing."""
     mark = uuid.uuid4().hex
-    process = begin(sys.executable, *LAUNCH, "sleep", **{MARK: with_mark(mark)})
+    process = fork(*LAUNCH, "sleep", **{MARK: with_mark(mark)})
     try:
         deadline = time.monotonic() + 120
         while len(psutil.Process(process.pid).children()) < 2:
@@ -156,9 +159,11 @@ for launcher in {launchers}:
 """
 
 
-def test_a_rank_ends_with_the_launcher_that_is_gone() -> None:
+def test_a_rank_ends_with_the_launcher_that_is_gone(warm_python: str, tmp_path: Path) -> None:
     """One that lives launched something else, of which this rank's own launcher was started."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    process = begin(sys.executable, "-c", RANK.format(launchers=[os.getpid(), gone.pid]))
+    program = tmp_path / "rank.py"
+    program.write_text(RANK.format(launchers=[os.getpid(), gone.pid]))
+    process = begin(warm_python, str(program))
     assert process.communicate(timeout=120)[0].split() == ["0", str(-signal.SIGTERM)]

@@ -57,7 +57,7 @@ WHOLE = {"sequence_parallel": False}
 
 @pytest.mark.parametrize(
     ("kind", "recipe", "more"),
-    [(*how, more) for how, more in zip([*EACH, *OTHERS], cycle(({}, {"bias": False}, {"fusion": False}, {})))],
+    [(*how, more) for how, more in zip(EACH, ({}, {"bias": False}, {"fusion": False}), strict=True)],
 )
 def test_without_sequence_parallelism(te_world2: WorkerPool, kind: str, recipe: str, more: dict[str, Any]) -> None:
     """One communication a layer: the sum of forward or of dgrad. Primary weights in FP8 where there is no bias."""
@@ -381,7 +381,7 @@ def test_runs_stock_where_that_is_asked_for() -> None:
     assert (seen.active_layers, seen.calls) == (0, {})
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [*EACH, *OTHERS])
+@each
 def test_peak_memory_is_not_above_stocks(te_world2: WorkerPool, kind: str, recipe: str) -> None:
     for stock, ours in te_world2.run(cases.rank_fp8_peaks, kind, recipe):
         assert 0 < ours <= 1.02 * stock, (stock, ours)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,21 +47,6 @@ Run = Callable[..., Result]
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tree nobody changes."""
     return write_tree(tmp_path_factory.mktemp("megatron-lm"))
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that, on the path, is this package as pip would install it, with the entry points of pyproject.toml."""
-    folder = tmp_path_factory.mktemp("site")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = folder / "megatron_flux_under_test-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-flux-under-test\nVersion: 1\n")
-    lines = [
-        line for group, names in points.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 def environment_of(path: tuple[Path, ...], more: dict[str, str]) -> dict[str, str]:

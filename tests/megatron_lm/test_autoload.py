@@ -1,4 +1,4 @@
-"""The entry point that torch loads: inert without the variable, hooks and nothing more with it."""
+"""The entry point that torch loads: hooks and nothing more; without the variable see unit/project/test_imports.py."""
 
 import re
 from pathlib import Path
@@ -39,10 +39,11 @@ for _ in range(2):
 """
 
 
-def test_a_script_without_megatron_training_is_switched_on(run: Run, installed: Path) -> None:
+def test_a_script_without_megatron_training_is_switched_on(run_forked: Run, tmp_path: Path) -> None:
     """Its first linear does it; rank 0 says so, and after the first optimizer step what ran."""
-    script = BUILDS.format(imports="from megatron_flux.train.shims import cpu_shims") + STEPS
-    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1")
+    script = tmp_path / "script.py"
+    script.write_text(BUILDS.format(imports="from megatron_flux.train.shims import cpu_shims") + STEPS)
+    result = run_forked(str(script), MEGATRON_FLUX="1")
     assert result.code == 0, result.err
     on, ran = (line for line in result.out.splitlines() if line.startswith("> megatron-flux"))
     assert re.fullmatch(r"> megatron-flux \S+ is on: megatron-core [\d.]+, \d+ methods replaced", on)
@@ -52,18 +53,18 @@ def test_a_script_without_megatron_training_is_switched_on(run: Run, installed: 
     assert "row: tp = 1" in ran
 
 
-def test_a_script_that_imports_flux_needs_no_plugins_of_torch(run: Run, installed: Path) -> None:
-    script = BUILDS.format(imports="import megatron_flux")
-    result = run("-c", script, path=(installed,), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+@pytest.mark.parametrize(
+    ("imports", "on"), [("import importlib, megatron_flux; importlib.reload(megatron_flux)", True), ("", False)]
+)
+def test_a_script_that_imports_flux_needs_no_plugins_of_torch(
+    run_forked: Run, tmp_path: Path, imports: str, on: bool
+) -> None:
+    """``reload``: the warm Python has imported it before the variable was set."""
+    script = tmp_path / "script.py"
+    script.write_text(BUILDS.format(imports=imports))
+    result = run_forked(str(script), MEGATRON_FLUX="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.code == 0, result.err
-    assert result.out.startswith("> megatron-flux ")
-
-
-def test_inert_without_the_variable(run: Run, installed: Path) -> None:
-    result = run("-c", LOADED, path=(installed,))
-    assert result.code == 0, result.err
-    # An installed copy of this package may be the one that torch loads; it must be as quiet.
-    assert result.out.split() == ["megatron_flux_autoload"]
+    assert result.out.startswith("> megatron-flux ") is on
 
 
 @pytest.mark.parametrize(("value", "waits"), [(None, 0), ("", 0), ("False", 0), ("1", 1), ("maybe", 1)])

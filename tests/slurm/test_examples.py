@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from megatron_flux.slurm import queue
 from tests.executable import executable
 from tests.megatron_lm.stand_in import write_tree
 from tests.slurm.cluster import Cluster
-from tests.train.conftest import UNCOMPILED
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -30,14 +28,10 @@ def test_megatron_lm_starts_one_rank_per_gpu_with_flux_on(tmp_path: Path) -> Non
 def test_your_own_job_runs_flux(
     at_the_cluster: Cluster, warm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes, one rank on each, an unmodified Megatron-LM script (a substitute of its shape).
-
-    torchrun is warm, its ranks are fresh: flux comes with their import of torch.
-    """
+    """Two nodes, one rank on each, an unmodified Megatron-LM script (a substitute of its shape)."""
     (tmp_path / "python3").symlink_to(warm_python)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    for name, value in {"PYTHON_EXEC": sys.executable, "GLOO_SOCKET_IFNAME": "lo", **UNCOMPILED}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert "on nodes n[00-01]" in queue.slurm("sbatch", "--test-only", str(FOLDER / "pcie.sbatch"))
     script = write_tree(tmp_path / "megatron-lm") / "pretrain_tiny.py"
     words = [str(script), "--tensor-model-parallel-size", "2", "--sequence-parallel"]

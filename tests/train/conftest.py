@@ -13,6 +13,9 @@ import pytest
 
 import megatron_flux
 from megatron_flux.metrics.recorder import read_records
+from tests.distributed.conftest import templates
+
+__all__ = ["templates"]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -18,13 +18,13 @@ FUSION, DROPOUT = "--set=gradient_accumulation_fusion=true", "--set=dropout=0.1"
 
 def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["--preset", "tiny", "--nproc", "2", "--steps", "12", "--set=block_steps=3", "--set=sample_interval=4"]
-    printed = command("compare", *words, "--out", out).stdout
+    words = ["--preset", "tiny", "--nproc", "2", "--steps", "8", "--set=block_steps=2", "--set=sample_interval=4"]
+    printed = command("compare", *words, "--seq-length", "64", "--out", out).stdout
     found = summary(out)
     for name in ("baseline", "flux"):
         times = found["arms"][name]["step_time_ms"]
         assert 0 < times["p10"] <= times["median"] <= times["p90"]
-        assert len(records(out / name)) == 12
+        assert len(records(out / name)) == 8
         assert found["arms"][name]["final_loss"] == losses(out / name)[-1]
         assert losses(out / name)[-1] < losses(out / name)[0] - 1, "the loss does not fall"
     assert found["max_relative_loss_difference"] == 0
@@ -35,8 +35,8 @@ def test_compare_writes_what_it_promises(command: Run, tmp_path: Path) -> None:
     assert f"<h1>{found['verdict']}</h1>" in (out / "report.html").read_text()
     # QKV, proj, fc1 and fc2 of two layers, and the output layer.
     assert found["flux_active_layers"] == 9
-    # Also the gather of x for wgrad, of the 5 column layers in both micro-batches of 12 steps.
-    assert found["flux_fallbacks"] == {"operators: reference: no GPU": 12 * 2 * (5 + 4 + 4 + 5 + 5)}
+    # Also the gather of x for wgrad, of the 5 column layers in both micro-batches of 8 steps.
+    assert found["flux_fallbacks"] == {"operators: reference: no GPU": 8 * 2 * (5 + 4 + 4 + 5 + 5)}
     assert "step time" in printed
     blocks = sorted((r["block"], name) for name in ("baseline", "flux") for r in records(out / name))
     assert [name for _, name in dict.fromkeys(blocks)][:4] == ["baseline", "flux", "flux", "baseline"]
@@ -90,7 +90,7 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
 )
 def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "run"
-    small = ("--nproc", "4", "--steps", "3", "--seq-length", "64", "--micro-batch-size", "2")
+    small = ("--nproc", "4", "--steps", "2", "--seq-length", "64", "--micro-batch-size", "2")
     command("compare", *small, *words, "--out", out)
     found = summary(out)
     assert found["flux_active_layers"] == 9
@@ -123,6 +123,7 @@ def test_without_sequence_parallelism(
 ) -> None:
     out = tmp_path / "run"
     words = ["--steps", "4", "--no-sequence-parallel", "--strict", "--set=sample_interval=2", "--backend", "reference"]
+    words += ["--seq-length", "64"]
     under_torchrun(warm_python, environment, "compare", *words, "--data", corpus, "--out", out)
     found = summary(out)
     assert (found["flux_active_layers"], found["flux_fallbacks"]) == (9, {})
@@ -196,15 +197,16 @@ def test_divergence_is_recorded_and_said(command: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        (("--nproc", "4", "--tp", "2", "--steps", "6", "--recompute", "full", *LLAMA, "--num-query-groups=2"), 1e-5),
-        (("--nproc", "2", "--steps", "6", "--set=precision=bf16", "--num-layers=1"), 5e-3),
+        (("--nproc", "4", "--tp", "2", "--recompute", "full", *LLAMA, "--num-query-groups=2"), 1e-5),
+        (("--nproc", "2", "--global-batch-size", "4", "--set=precision=bf16"), 5e-3),
     ],
     ids=["tp2-dp2-gated-recompute-full", "bf16"],
 )
 def test_losses_are_those_of_the_baseline(command: Run, tmp_path: Path, words: tuple[str, ...], most: float) -> None:
     out = tmp_path / "run"
-    sizes = ("--seq-length=64", "--micro-batch-size", "2", "--global-batch-size", "8", "--set=lr_warmup_iters=2")
-    printed = command("compare", "--fsdp", *words, *sizes, "--out", out).stdout
+    sizes = ("--num-layers=1", "--seq-length=64", "--micro-batch-size", "2", "--global-batch-size", "8")
+    words = (*sizes, *words, "--steps", "5", "--set=lr_warmup_iters=2")
+    printed = command("compare", "--fsdp", *words, "--out", out).stdout
     fsdp, found = records(out / "fsdp"), summary(out)
     own, stock = losses(out / "fsdp"), losses(out / "baseline")
     differences = [abs(a - b) / b for a, b in zip(own, stock, strict=True)]

@@ -31,7 +31,8 @@ SHARED_BYTES = {"8.0": 163 * 1024, "9.0": 227 * 1024}
 PROGRAM = """
 import json
 from tests.unit.kernels import compiled
-print(json.dumps([compiled.main(), compiled.all_reduces(), compiled.wires()]))
+heard = compiled.signals_heard()
+print(json.dumps([compiled.main(), compiled.all_reduces(), compiled.wires(), heard]))
 """
 
 
@@ -134,3 +135,8 @@ def test_kernels_of_the_wire_the_gate_and_the_transpose(printed: list[dict[str, 
             about = wires[f"{capability} {name}"]
             assert about["parameters"] == [8] * 2 + [4] * 3 + [8, 8], "what a launch without Triton lays out"
             assert about["accesses"] == ["ld.global.v4.b32", "st.global.v4.b32"], "many bytes at a time"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_a_compile_leaves_handlers(printed: list[Any]) -> None:
+    assert printed[3] is True

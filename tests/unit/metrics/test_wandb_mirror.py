@@ -113,33 +113,35 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-def test_wandbs_own_variables(tmp_path: Path) -> None:
-    """In a process of its own: wandb reads its environment once."""
-    variables = {"WANDB_RESUME": "must", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NOTES": "said so"}
+def test_wandbs_own_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb reads its environment once, and anew when it has been taken down."""
     folders = {tmp_path / "first": None, tmp_path / "second": "ours"}
-    mirrored(os.environ | variables, {folder: {"project": project} for folder, project in folders.items()})
+    wandb.teardown()
+    with monkeypatch.context() as patched:
+        for name, value in {"RESUME": "must", "PROJECT": "theirs", "ENTITY": "team", "NOTES": "said so"}.items():
+            patched.setenv(f"WANDB_{name}", value)
+        for folder, project in folders.items():
+            with WandbMirror("offline", {}, folder, project=project) as mirrored:
+                mirrored.write(sampled_record(1, flux=True))
+        wandb.teardown()
     for folder, given in folders.items():
         (run,) = (item["run"] for item in items(only(folder), "run"))
         assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
         assert json.loads((folder / "wandb.json").read_text())["project"] == (given or "theirs")
 
 
-def mirrored(environment: dict[str, str], runs: dict[Path, dict[str, Any]]) -> None:
-    """Three records mirrored for each folder by a process with this environment."""
-    code = f"""
+WRITES = """
+import sys
 from pathlib import Path
 import wandb
 from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import sampled_record
-for folder, run in { {str(folder): run for folder, run in runs.items()} }.items():
-    with WandbMirror("offline", {{}}, Path(folder), **run) as mirror:
-        for n in (1, 2, 3):
-            mirror.write(sampled_record(n, flux=True))
+names = {"project": "p", "group": "g", "job_type": "flux", "name": "n", "tags": ["t"]}
+with WandbMirror("offline", {}, Path(sys.argv[1]), **names) as mirror:
+    for n in (1, 2, 3):
+        mirror.write(sampled_record(n, flux=True))
 wandb.teardown()
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "wandb is off" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}: scripts/test.sh fetches it")
@@ -149,7 +151,10 @@ def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
     (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
     assert list(OLDEST.glob(f"wandb-{oldest}.0.dist-info")), f"{OLDEST} is not wandb {oldest}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT)))}
-    mirrored(environment, {tmp_path: {"project": "p", "group": "g", "job_type": "flux", "name": "n", "tags": ["t"]}})
+    words = [sys.executable, "-c", WRITES, str(tmp_path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "wandb is off" not in done.stderr, done.stderr
     assert steps(only(tmp_path)) == [1, 2, 3]
     assert json.loads(inspect(only(tmp_path), "--summary"))["summary"]["lm loss"] == pytest.approx(4.7)
 

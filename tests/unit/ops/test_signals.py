@@ -1,5 +1,5 @@
 """Signal handlers of the program outlive what happens while Triton compiles: a thief in C, other threads, Python's own
-changes; and a real compile, whose triton may be a thief itself.
+changes. A real compile, whose triton may be a thief itself: tests/unit/kernels/test_compiled.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,25 +27,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles
 
 TAKEN = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 SIG_IGN = 1
-
-COMPILES = """
-import os, signal, sys
-from tests.unit.kernels import compiled
-from megatron_flux.kernels import launch as relaunch
-heard = []
-signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
-for number in signals:
-    signal.signal(number, lambda number, frame: heard.append(number))
-
-class Kernel:
-    def __getitem__(self, grid):
-        return lambda: compiled.plain(80, "ag_gemm", False)
-
-relaunch.by_triton(Kernel(), 132)
-for number in signals:
-    os.kill(os.getpid(), number)
-print(heard == list(signals))
-"""
 
 
 @pytest.fixture
@@ -152,15 +132,6 @@ def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: l
         ended.set()
         older.join()
         dist.destroy_process_group()
-
-
-def test_a_compile_leaves_handlers(tmp_path: Path) -> None:
-    """In a process of its own, and afresh: LLVM comes into it when nothing lies in the cache."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    how = {"cwd": Path(__file__).parents[3], "env": {**environment, "TRITON_CACHE_DIR": str(tmp_path)}}
-    done = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, timeout=120, **how)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-3000:]
-    assert list(tmp_path.rglob("*.cubin"))
 
 
 def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:

@@ -46,14 +46,16 @@ def test_a_wheel_knows_its_commit_and_runs_without_the_checkout(tmp_path: Path) 
         assert not [name for name in packed.namelist() if name.endswith((".so", ".cu", ".cpp", ".c", ".h"))]
     pip = ("pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index", "--target", site, wheel)
     run(sys.executable, "-m", *pip, cwd=empty)
-    asked = "import megatron_flux as f, megatron_flux.version as v; print(f.__file__, v.__version__, v.COMMIT)"
-    file, found, commit = run(sys.executable, "-c", asked, cwd=empty, PYTHONPATH=str(site)).split()
+    asked = "import megatron_flux as f, megatron_flux.version as v; print(f.__file__, v.__version__, v.COMMIT); "
+    asked += f"import runpy; runpy.run_path({str(site / 'bin' / 'megatron-flux')!r}, run_name='__main__')"
+    command = (sys.executable, "-c", asked, "slurm", "render", "--profile", "local", "--job", "tiny")
+    about, _, script = run(*command, cwd=empty, PYTHONPATH=str(site)).partition("\n")
+    file, found, commit = about.split()
+    assert "\nrun_job compare " in script
     assert file == str(site / "megatron_flux" / "__init__.py")
     assert re.match(r"0\.2\.0\.dev\d+\+g", found)
     assert len(commit) >= 7
     assert head.startswith(commit)
-    command = (sys.executable, site / "bin" / "megatron-flux", "slurm", "render", "--profile", "local", "--job", "tiny")
-    assert "\nrun_job compare " in run(*command, cwd=empty, PYTHONPATH=str(site))
 
 
 def test_the_commit_is_that_of_the_checkout_now(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
-"""``import megatron_flux`` neither imports optional or heavy packages nor patches anything."""
+"""``import megatron_flux`` neither imports optional or heavy packages nor patches anything; nor does ``import torch``.
 
+All in one process: to import torch and megatron-core takes nearly all of its time.
+"""
+
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 CORE_ALONE = """
 import gc; gc.disable()
@@ -20,12 +25,45 @@ sys.modules |= dict.fromkeys(modules)
 """
 
 IS_LIGHT = """
+before = set(sys.modules)
 import torch
+ours = ("megatron_flux_autoload", "megatron_flux", "megatron", "wrapt", "triton", "wandb")
+loaded = [name for name in set(sys.modules) - before if name.partition(".")[0] in ours]
+# An installed copy of this package may be the one that torch loads; it must be as quiet.
+assert loaded == ["megatron_flux_autoload"], loaded
 before = set(sys.modules)
 import megatron_flux, megatron_flux.layers, megatron_flux.megatron_lm
 imported = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"triton", "transformer_engine", "apex", "wandb", "megatron", "plotly", "fused_weight_gradient_mlp_cuda"}
 assert "megatron_flux" in imported and not imported & heavy, imported
+"""
+
+SET_LATE = """
+import os
+from megatron_flux import settings
+
+def late(starts):
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
+    if starts:
+        torch._C._cuda_init = lambda: None  # a GPU that there is not
+        torch.cuda._is_compiled = lambda: True
+        torch._C._cuda_getDeviceCount = lambda: 0
+        torch.cuda._cudart = object()
+        torch._C._cudart = object()
+        torch.cuda._lazy_init()
+        assert torch.cuda.is_initialized()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
+    print(settings.one_queue(), settings.timeout_s(), flush=True)
+
+for starts in (True, False):
+    if (child := os.fork()) == 0:
+        try:
+            late(starts)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 """
 
 COMMAND_IS_REFUSED = """
@@ -70,12 +108,18 @@ def test_help_does_not_wait_for_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_core_alone_is_imported_and_patches_when_told() -> None:
-    """Without the packages of the extras, the command says what to install."""
-    code = CORE_ALONE + IS_LIGHT + COMMAND_IS_REFUSED + PATCHES_NOTHING + PATCHES
+def test_the_core_alone_is_imported_and_patches_when_told(installed: Path) -> None:
+    """Without the packages of the extras, the command says what to install. What is set after CUDA's start, does not
+    count.
+    """
+    code = CORE_ALONE + IS_LIGHT + SET_LATE + COMMAND_IS_REFUSED + PATCHES_NOTHING + PATCHES
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {name: value for name, value in os.environ.items() if name != "MEGATRON_FLUX"} | {"PYTHONPATH": path}
     # -I would hide the checkout when the package is found through PYTHONPATH.
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "False 7.0\nTrue 9.0\n", done.stderr
     assert re.match(
         r"megatron-flux: error: it needs \w+, which is not installed: pip install jinja2 plotly rich pyyaml "
         r"\(the extra run\)\n",

@@ -1,44 +1,8 @@
-"""Environment variables count as of CUDA's start; bad values get a line."""
-
-import subprocess
-import sys
+"""Bad values of environment variables get a line. That they count as of CUDA's start: test_imports.py."""
 
 import pytest
 
 from megatron_flux import UserError, settings
-
-LATE = """
-import os, torch
-import megatron_flux
-from megatron_flux import settings
-
-def late(starts):
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "7"
-    if starts:
-        torch._C._cuda_init = lambda: None  # a GPU that there is not
-        torch.cuda._is_compiled = lambda: True
-        torch._C._cuda_getDeviceCount = lambda: 0
-        torch.cuda._cudart = object()
-        torch._C._cudart = object()
-        torch.cuda._lazy_init()
-        assert torch.cuda.is_initialized()
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "9"
-    print(settings.one_queue(), settings.timeout_s(), flush=True)
-
-if (child := os.fork()) == 0:
-    late(True)
-    os._exit(0)
-os.waitpid(child, 0)
-late(False)
-"""
-
-
-def test_what_is_set_after_cuda_has_started_does_not_count() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "False 7.0\nTrue 9.0\n", done.stderr
 
 
 @pytest.mark.parametrize(

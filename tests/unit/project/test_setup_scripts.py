@@ -1,8 +1,7 @@
-"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Stages of measure.sh exist."""
+"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Options of measure.sh."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import shutil
@@ -198,12 +197,3 @@ def test_commands_take_their_options(gpus: int) -> None:
         command_line.read(model, rest, prog=stage, about="", launches=launches)
         checked.append(stage)
     assert len(checked) > 20
-
-
-def test_programs_are_there() -> None:
-    for stage, words in stages(2):
-        for before, word in itertools.pairwise(words):
-            if before == "-m" and word.startswith("scripts."):
-                assert (ROOT / f"{word.replace('.', '/')}.py").is_file(), stage
-            if word.startswith(("tests/", "scripts/")):
-                assert (ROOT / word).is_file(), stage

@@ -1034,6 +1034,20 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
     ),
     Fault(
+        "a small kernel that is compiled early has another limit",
+        f"{OPS}/early.py",
+        "limit = 1 << 40",
+        "limit = 1 << 20",
+        ("tests/unit/ops/test_early.py::test_calls_launch_what_was_compiled",),
+    ),
+    Fault(
+        "tiles that two teams share change their width",
+        f"{OPS}/tuner/candidates.py",
+        "if call.fp8 is not None and call.fp8.promoted:",
+        "if call.fp8 is not None and call.fp8.blocks:",
+        ("tests/unit/ops/test_plan.py::test_so_does_one_in_fp8_unless_two_teams_share_a_tile",),
+    ),
+    Fault(
         "wrong bytes are a fast link", "megatron_flux/ops/timing.py", "if not torch.equal", "if 0 * torch.equal", LINKS
     ),
     Fault("the fastest rank is the link's", _PREFLIGHT, "min(_from_all(mine))", "max(_from_all(mine))", LINKS),

@@ -371,7 +371,9 @@ def compare_calls(call: OperatorCall) -> int:
         compared.rows.add(m)
     number = (compared.base + m * _APART) & 0xFFFFFFFF
     if (table := state.table) is not None:
-        if len(table.words) >= call_table.MOST_WORDS:
-            table.words.clear()
-        table.spec, table.words[number] = number, (compared.words, m)
+        table.spec = number
+        if number not in table.words:
+            if len(table.words) >= call_table.MOST_WORDS:
+                table.words.clear()
+            table.words[number] = compared.words, m
     return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,20 @@ def test_what_ranks_compare_leaves_out_what_each_may_choose(monkeypatch: pytest.
     assert asked == ["all_gather_gemm m=8 n=6 k=8 dtype=torch.float32 transposed=False"]
     assert calls.compare_calls(one._replace(x=torch.zeros(4, 8, dtype=F16))) != calls.compare_calls(one)
     assert len(asked) == 2
+
+
+def test_a_call_that_has_a_name_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SimpleNamespace(words={}, spec=0)
+    monkeypatch.setattr(calls.call_table, "create", lambda group: table)
+    monkeypatch.setattr(calls.call_table, "MOST_WORDS", 2)
+    monkeypatch.setattr(calls, "of_all_ranks", lambda mine, *_: [mine])
+    one = OperatorCall("all_gather_gemm", torch.zeros(4, 8), torch.zeros(6, 8), group_of(2))
+    other = one._replace(x=torch.zeros(4, 8, dtype=F16))
+    numbers = [calls.compare_calls(call) for call in (one, other, one)]
+    assert table.words.keys() == set(numbers)
+    assert table.spec == numbers[0]
+    calls.compare_calls(one._replace(x=torch.zeros(8, 8)))
+    assert len(table.words) == 1, "one more: the older ones are forgotten"
 
 
 @pytest.mark.parametrize(

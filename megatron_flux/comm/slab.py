@@ -312,8 +312,12 @@ def _wait_for_peers(work: Slab, kernel: Any, key: tuple[str, int], *numbers: int
 
     alarm, device = work.alarm, work.data_table.device
     arguments = (work.flag_table, work.flags[work.rank], work.epochs, alarm.words, alarm.limit, work.rank, *numbers)
-    constants = {"TP": work.tp, "CPU": device.type != "cuda", "THREADS": 32, "num_warps": 1}
-    launch(work.kernels, key, kernel, 1, arguments, constants, {}, device)
+    launch(work.kernels, key, kernel, 1, arguments, of_one_warp(work.tp, cpu=device.type != "cuda"), {}, device)
+
+
+def of_one_warp(tp: int, *, cpu: bool) -> dict[str, Any]:
+    """Return the constants of kernels of one warp that wait for peers."""
+    return {"TP": tp, "CPU": cpu, "THREADS": 32, "num_warps": 1}
 
 
 def _join(side: torch.cuda.Stream, captured: bool) -> None:

@@ -280,8 +280,10 @@ def load(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], de
     found = _loaded.get(key)
     if found is None:
         future = ahead.get(key)
-        there = future is not None and future.done() and future.exception() is None
-        compiled = future.result() if there and future else warm_up(kernel, arguments, constants)
+        if future is not None and future.done() and future.exception() is None:
+            compiled = future.result()
+        else:
+            compiled = warm_up(kernel, arguments, constants)
         found = Kernel(compiled)
         found.function = driver.load(compiled.cubin, compiled.name, compiled.shared)
         _loaded[key] = found

@@ -40,6 +40,11 @@ def transpose_kernel(x, out, m, k, apart, COLUMNS: tl.constexpr, BLOCK: tl.const
     tl.store(to, block, mask=inside)
 
 
+def transpose_constants(*, columns: bool) -> dict[str, Any]:
+    """Return the kernel's constants; ``columns`` as in :func:`transpose`."""
+    return {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
+
+
 def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any], *, columns: bool = False) -> None:
     """Transpose bytes ``x`` ``[m, k]`` into ``out`` ``[k, m]``, whose rows may lie apart; ``columns``: ``x`` is
     ``[k, m]`` already.
@@ -51,7 +56,7 @@ def transpose(x: torch.Tensor, out: torch.Tensor, cache: dict[Any, Any], *, colu
     grid = -(-m // BLOCK) * -(-k // BLOCK)  # Triton's own cdiv takes 3 us
     key = ("transpose", k, columns, *aligned, kernel_launch.specialised(m), kernel_launch.specialised(apart))
     if not (again := cache.get(key)) or kernel_launch.hooked():
-        arguments, constants = (x, out, m, k, apart), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4}
+        arguments, constants = (x, out, m, k, apart), transpose_constants(columns=columns)
         kernel_launch.launch(cache, key, transpose_kernel, grid, arguments, constants, {"x": x, "out": out}, x.device)
         return
     if (rows := cache.get((key, m, apart))) is None:

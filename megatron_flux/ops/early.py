@@ -11,9 +11,10 @@ import functools
 
 import torch
 
+from megatron_flux.comm.slab import of_one_warp
 from megatron_flux.kernels.ahead import compile_ahead
 from megatron_flux.kernels.device import gather_wait_kernel, start_kernel
-from megatron_flux.kernels.transpose import BLOCK, transpose_kernel
+from megatron_flux.kernels.transpose import transpose_constants, transpose_kernel
 from megatron_flux.ops.device import capability
 
 
@@ -26,13 +27,13 @@ def compile_small_kernels(tp: int, device: torch.device) -> None:
     words, numbers = torch.zeros(16, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     rows = torch.zeros(16, dtype=torch.uint8)
     limit = 1 << 40  # nanoseconds; not a 32-bit number, as usual time-outs are not
-    waits = {"TP": tp, "CPU": False, "THREADS": 32, "num_warps": 1}
+    waits = of_one_warp(tp, cpu=False)
     one, two = capability(device)
     launches = [
         (gather_wait_kernel, (words, words, words, words, limit, 0, 0, 0, 0), waits),
         (start_kernel, (numbers, words, words, words, limit, 0, 0, 0), waits),
         *(
-            (transpose_kernel, (rows, rows, 32, 32, 32), {"COLUMNS": columns, "BLOCK": BLOCK, "num_warps": 4})
+            (transpose_kernel, (rows, rows, 32, 32, 32), transpose_constants(columns=columns))
             for columns in (False, True)
         ),
     ]

@@ -10,7 +10,7 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import finish_open, push_in_place
 from megatron_flux.comm.group_state import Cache
-from megatron_flux.comm.slab import Slab, waited_elsewhere
+from megatron_flux.comm.slab import Slab, of_one_warp, waited_elsewhere
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import MOST_SHAPES, GatheringPlan, Views
 
@@ -149,5 +149,5 @@ def _gather_wait(work: Slab, half: int) -> Launch:
     from megatron_flux.kernels.device import gather_wait_kernel
     from megatron_flux.ops.arguments import Launch
 
-    constants = {"TP": work.tp, "CPU": not work.data_table.is_cuda, "THREADS": 32, "num_warps": 1}
+    constants = of_one_warp(work.tp, cpu=not work.data_table.is_cuda)
     return Launch(gather_wait_kernel, 1, (work.flags[work.rank], *work.arguments(half), work.rank), constants, ())

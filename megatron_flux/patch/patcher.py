@@ -182,7 +182,7 @@ def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
             yield _replacement(wrapper, "forward", "", partial(adapters.forward_of, linears, form_of))
 
 
-def _begin_model(_module: object, _name: str, parameter: torch.Tensor) -> None:
+def _begin_model(_module: object, _name: str, parameter: torch.Tensor | None) -> None:
     """Replace wrappers that were imported since ``patch()``; have small kernels compiled for a model on GPUs."""
     if _replacements and _linears is not None:
         _install(_of_wrappers(_linears))

@@ -59,7 +59,15 @@ def test_adapters_on_loaded_weights(command: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--recompute=full", "--no-sequence-parallel", "--set=overlap_grad_reduce=true", "--set=precision=bf16"),
+        # At the adapters' rate a change of the last bit grows to 1.3 % of the norm in three steps, on some texts.
+        (
+            "--recompute=full",
+            "--no-sequence-parallel",
+            "--set=overlap_grad_reduce=true",
+            "--set=precision=bf16",
+            "--lr",
+            "0.002",
+        ),
         ("--pp=2", "--num-layers=2", "--set=lora_targets=linear_qkv", "--set=distributed_optimizer=false"),
     ],
     ids=["dp-recompute-no-sp-bf16", "pp-qkv-alone-plain-adam"],
@@ -67,7 +75,7 @@ def test_adapters_on_loaded_weights(command: Run, tmp_path: Path) -> None:
 def test_layouts(command: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
     sizes = ("--num-layers", "1", "--seq-length", "64", "--micro-batch-size", "1", "--global-batch-size", "4")
     command(
-        "compare", "--nproc", "4", "--tp", "2", *sizes, *words, *ADAPTERS, "--steps", "3", "--out", tmp_path / "run"
+        "compare", "--nproc", "4", "--tp", "2", *sizes, *ADAPTERS, *words, "--steps", "3", "--out", tmp_path / "run"
     )
     found = summary(tmp_path / "run")
     in_bf16 = "--set=precision=bf16" in words

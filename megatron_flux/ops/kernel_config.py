@@ -199,7 +199,7 @@ def by_rule(
 def _wide(mp: int, tp: int) -> int:
     """Return the band of 16 row blocks of all destinations: a round of tiles reads about as much of x as of the weight.
 
-    For long k it was 4 to 17 % faster than a band of one, and as fast at the power limit (2 x H100, results/split-k-x2).
+    For long k a band of one took 4 to 21 % longer, at the power limit up to 16 % (2 x H100, results/split-k-x2).
     """
     return max(1, min(cdiv(mp, 128), 16 // tp))
 

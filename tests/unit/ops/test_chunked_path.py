@@ -356,21 +356,6 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
         assert [stream for address, stream in recorded if address == transport.theirs] == expected
 
 
-@pytest.mark.parametrize("call", [cuda_driver.record, cuda_driver.wait])
-def test_a_thread_that_has_not_called_cuda_yet_gets_its_context(
-    call: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Autograd's threads; CUDA's runtime does so by itself."""
-    made: list[bool] = []
-    driver = SimpleNamespace(
-        cuEventRecord=lambda *_: 0 if made else 201, cuStreamWaitEvent=lambda *_: 0 if made else 201
-    )
-    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
-    monkeypatch.setattr(cuda_driver, "make_context_current", lambda: made.append(True))
-    call(1, 0)
-    assert made == [True]
-
-
 def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
     """Two pieces of two chunks each: four driver calls for a chunk, two at the end, and those between streams."""
     (_, group), *_ = scene.on_ranks()

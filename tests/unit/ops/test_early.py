@@ -74,23 +74,6 @@ def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.M
         assert launch.key_of(kernel, arguments, constants, 0) in ahead.ahead
 
 
-def test_a_kernel_that_is_not_ready_is_compiled_by_the_call(jobs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    early.compile_small_kernels(2, GPU)
-    made: list[Any] = []
-    monkeypatch.setattr(launch, "ahead", ahead.ahead)
-
-    def compiled(kernel: Any, *_: object) -> Any:
-        made.append(kernel)
-        return SimpleNamespace(cubin=b"", name="", shared=0)
-
-    monkeypatch.setattr(launch, "warm_up", compiled)
-    monkeypatch.setattr(launch, "Kernel", lambda compiled: compiled)
-    monkeypatch.setattr(launch.driver, "load", lambda *_: 1)
-    given = fused_gather._gather_wait(slab(), 0)
-    launch.load(given.kernel, given.arguments, given.constants, 0)
-    assert made == [given.kernel]
-
-
 @pytest.mark.parametrize(("tp", "patched", "link", "asked"), [
     (2, True, None, True), (1, True, None, False), (2, False, None, False), (2, True, "host", False),
 ])  # fmt: skip

@@ -9,10 +9,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops import gemm as gemms
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
-from megatron_flux.ops.gemm import gemm_only
-from tests.unit.groups import group_of
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
 
 E4M3 = torch.float8_e4m3fn
 SQUARE = {"tensor": "tensor", "1x128": "128x128"}  # scaling of the weight beside x
@@ -33,22 +30,6 @@ def test_dequantized_is_what_was_quantized(scaling: str, shape: tuple[int, int])
     error = (operand.dequantized() - x).abs()
     assert (error <= x.abs() / 16 + x.abs().max() * 2**-9).all()
     assert operand.dequantized().ne(0).any()
-
-
-def test_scales_of_rows_lie_by_block_of_k_first() -> None:
-    data = torch.ones(6, 256).to(E4M3).view(torch.uint8)
-    scales = torch.arange(16.0).view(2, 8)
-    found = Fp8Operand(data, E4M3, scales, "1x128").dequantized()
-    assert found[3, 0] == 3
-    assert found[3, 127] == 3
-    assert found[3, 128] == 11
-    assert gemm_ready(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).tolist() == [[1, 3, 5, 0], [2, 4, 6, 0]]
-
-
-def test_scales_of_blocks_lie_by_row_first() -> None:
-    data = torch.ones(130, 130).to(E4M3).view(torch.uint8)
-    found = Fp8Operand(data, E4M3, torch.arange(8.0).view(2, 4), "128x128").dequantized()
-    assert [found[0, 0], found[0, 129], found[129, 0], found[129, 129]] == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
@@ -107,19 +88,6 @@ def test_shards_become_one_and_rows_are_repeated() -> None:
     assert torch.equal(by_tensor.repeated(3).one_shard().dequantized(), by_tensor.dequantized().repeat(3, 1))
     with pytest.raises(UserError, match="no common one"):
         Fp8Operand(whole.data, E4M3, torch.ones(2), "tensor", 2).one_shard()
-
-
-@pytest.mark.parametrize(("kinds", "rows"), [(("tensor", "tensor"), 8), (("1x128", "128x128"), 6)])
-def test_the_gemm_alone_is_that_of_the_gathered_rows(kinds: tuple[str, str], rows: int) -> None:
-    """For measuring; with a bias before it rounds."""
-    pair = Fp8Pair(quantized(numbers(rows, 256), kinds[0]), quantized(numbers(40, 256), kinds[1]))
-    bias = torch.arange(40.0).bfloat16()
-    call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, group_of(2), bias=bias, fp8=pair)
-    # Of as many rows: a processor may add up in another order for fewer.
-    product = pair.x.dequantized().repeat(2, 1) @ pair.weight.dequantized().t() + bias.float()
-    alone = gemm_only(call)
-    assert alone is not None
-    assert torch.equal(alone(), product.bfloat16())
 
 
 @pytest.mark.parametrize(

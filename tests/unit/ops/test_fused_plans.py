@@ -16,8 +16,8 @@ import torch
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops import call_events, fused
+from megatron_flux.errors import OperatorError
+from megatron_flux.ops import fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import fused as backend
 from megatron_flux.ops.backends import registry
@@ -42,12 +42,6 @@ SUMS = {
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "hopper_kernels", lambda *_: True)
-
-
-def shifted(t: Any) -> Any:
-    """Copy the numbers to where TMA cannot address them."""
-    memory = torch.zeros(t.numel() + 1, dtype=t.dtype).as_subclass(OnGpu)
-    return memory[1:].view(t.shape).copy_(t)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -197,29 +191,6 @@ def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytes
     assert not plan._bindings
 
 
-def test_plain_kernels_are_launched_by_triton(gpu: Gpu) -> None:
-    gpu.backend(KernelConfig())
-    for _ in range(3):
-        ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
-    assert [one[:2] for one in gpu.done] == [("triton", "gemm_rs_kernel")] * 3
-
-
-def test_operands_that_lie_wrong_are_copied(gpu: Gpu) -> None:
-    """Wherever the operands of this rank lie, it makes the same call as its peers."""
-    backend = gpu.backend(SUMS["own GEMM"])
-    x, weight = on_gpu(16, 64), on_gpu(32, 64)
-    for _ in range(2):
-        ops.gemm_all_reduce(x, weight, gpu.group, backend="one way")
-    for given in ((shifted(x), weight), (x, shifted(weight)), (x.t().contiguous().t(), weight)):
-        gpu.done.clear()
-        ops.gemm_all_reduce(*given, gpu.group, backend="one way")
-        ((_, _, *operands),) = gpu.done
-        assert all(one.data_ptr() % 16 == 0 and one.is_contiguous() for one in operands)
-        assert torch.equal(operands[0], x)
-        assert torch.equal(operands[1], weight)
-    assert backend.plans == 1
-
-
 def test_a_slab_that_is_replaced_or_worn_out_is_left(gpu: Gpu) -> None:
     """A slab that another call has outgrown; and one after very many calls, to which all ranks come alike."""
     gpu.backend(HOPPER)
@@ -288,14 +259,6 @@ def test_a_call_is_ready_for_a_graph_once_graphs_have_a_workspace_of_its_size(gp
         assert plan.is_ready(one)
         work.half_bytes = 1
         assert not plan.is_ready(one)
-
-
-def test_watched_calls_run_by_the_same_plan(gpu: Gpu) -> None:
-    backend = gpu.backend(HOPPER)
-    for _ in range(2):
-        with call_events.ranges(profiler=True):
-            ops.gemm_reduce_scatter(on_gpu(64, 64), on_gpu(32, 64), gpu.group, backend="one way")
-    assert (backend.plans, gpu.work.calls) == (1, 2)
 
 
 # Gathers
@@ -379,19 +342,6 @@ def test_a_gather_waited_for_on_another_stream_first_puts_the_streams_in_order(g
     assert recorded == ([] if transposed else ["side"]), "what is transposed is sent from the slab"
 
 
-def test_a_gather_is_not_waited_for_in_a_capture(gpu: Gpu) -> None:
-    gpu.backend()
-    pending = gather(gpu)
-    gpu.done.clear()
-    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UserError, match="begun outside of a CUDA graph's capture can only be waited for there"):
-        pending.wait()
-    assert (gpu.done, gpu.work.poisoned, gpu.work.open_gather) == ([], [], pending)
-    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: False)
-    pending.wait()
-    assert [one[0] for one in gpu.done] == ["triton", "wait"]
-
-
 # Exceptions
 
 CALLS = {
@@ -460,12 +410,3 @@ def test_an_all_reduce_of_many_rows_goes_by_tiles_for_all_ranks(ws: bool, monkey
     assert isinstance(plan, fused.GemmReduceScatterPlan)
     assert (plan.config.ws, plan.purpose) == (ws, "gemm")
     assert plan.bytes_of_half(call) == 2 * 1024 * 32768 * 4
-
-
-def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flags of a half are followed by the other half's data."""
-    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
-    x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
-    call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
-    with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):
-        fused.GemmReduceScatterPlan(call, KernelConfig(ws=True)).bytes_of_half(call)

@@ -119,11 +119,6 @@ def repeat(scene: Scene, times: int, made: Recordings, memory: Reused | None = N
     return replayed
 
 
-def test_recordings_are_apart(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "SPACING", 8)
-    assert repeat(scene, 9, Recordings()) == [False] * 7 + [True] * 2
-
-
 @pytest.mark.parametrize(("timer", "most"), [(None, 36), (CallTimer(), 46)], ids=["", "sampled"])
 def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(
     scene: Scene, timer: CallTimer | None, most: int

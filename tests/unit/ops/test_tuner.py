@@ -23,11 +23,10 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.log_once import log_once
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.backends import chunked, registry
+from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
-from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import alone, cache, candidates, keys, shipped, trial
 from megatron_flux.ops.tuner import tuner as module
@@ -142,22 +141,6 @@ def test_kernels_asked_for_while_ranks_exchange_are_not_taken_for_compiled(tuner
 
 
 # Looking up
-
-
-def test_nothing_kept_and_nothing_tried_is_stock_counted(tuner: Tuned) -> None:
-    assert tuner() == STOCK
-    assert tuner.plan(call_of()).degraded == ("reference instead of tuned: the call was not measured",)
-    assert tuner.trials == []
-
-
-def test_a_kept_plan_holds_and_the_file_is_read_once(tuner: Tuned) -> None:
-    keep(plan=KernelConfig(reducers=7))
-    assert tuner() == ("fused", KernelConfig(reducers=7))
-    cache.cache_path().unlink()
-    assert tuner() == ("fused", KernelConfig(reducers=7))
-    tuner.forget()
-    keep("reference")
-    assert tuner() == STOCK
 
 
 def test_capture_tries_nothing_reads_nothing_and_remembers_nothing(
@@ -278,20 +261,6 @@ def test_further_m_are_found_at_once_where_kernels_are_compiled_or_nothing_is_tr
         assert tuner.tuner.further(call_of(10)) is plan
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_what_follows_is_not_looked_for_among_backends_unless_a_newer_one_is_registered(
-    newer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = SimpleNamespace(counted=("", ""))
-    monkeypatch.setattr(registry._tuned.tuner, "further", lambda call: plan)
-    if newer:
-        monkeypatch.setitem(registry._backends, "newer", registry._reference)
-    call = call_of()._replace(x=X.as_subclass(OnGpu), weight=W.as_subclass(OnGpu))
-    assert (registry.plan(call, "auto") is plan) is not newer
-    assert registry.plan(call, "reference") is not plan
-    assert registry.plan(call_of(), "auto") is not plan, "on a CPU"
-
-
 def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:
     """After m = 1, 2, 4, ... were tuned no step of other rows is new, with entries of their own in graphs."""
     own, one, two = AllReduceConfig(own_gemm=True), AllReduceConfig(), AllReduceConfig(shots=2)
@@ -364,18 +333,6 @@ def test_the_fastest_is_taken_if_it_wins_by_1_percent(
     assert kept().ms == {"reference": 1.0, "fused default": other}
 
 
-def test_a_m_near_by_runs_what_was_decided_and_claims_no_times(timed: Tuned) -> None:
-    before = timed.plan(call_of(10))
-    assert timed() == ("fused", FULL[-1])
-    before.run(call_of(10))
-    assert timed.log[-1] == ("fused", FULL[-1])
-    assert timed(x=torch.zeros(11, 4)) == ("fused", FULL[-1])
-    assert len(timed.trials) == 1
-    timed(x=torch.zeros(10, 4))
-    assert [bool(entry.ms) for _, entry in timed.tuner.entries()] == [True, False, False]
-    assert kept().ms, "one entry, of the m that was tried"
-
-
 def test_the_other_width_of_tiles_runs_once_it_is_compiled(timed: Tuned) -> None:
     """Until then what it follows from does; neither has a trial of its own."""
     other = KernelConfig(reducers=9)
@@ -414,18 +371,6 @@ def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned) -> None:
     del plans["training"]
 
 
-def test_a_kept_plan_that_some_m_cannot_run_is_tried_once_for_these(timed: Tuned) -> None:
-    """What is found for the others is kept, too."""
-    only_six = KernelConfig(reducers=9)
-    keep(plan=only_six, m=6)
-    timed.patch(candidates, "fits", lambda op, plan, rows, *_: plan != only_six or rows == 3)
-    assert timed() == ("fused", FULL[-1])
-    assert timed(x=torch.zeros(6, 4)) == ("fused", only_six)
-    timed.forget()
-    assert timed() == ("fused", FULL[-1])
-    assert [one.timed for one in timed.trials] == [[]], "from the file, once it is compiled"
-
-
 def test_trials_are_forgotten_in_the_end(timed: Tuned) -> None:
     timed.patch(cache, "keep", lambda *_: None)
     timed.patch(group_state, "MOST_ENTRIES", most := 16)
@@ -437,27 +382,6 @@ def test_trials_are_forgotten_in_the_end(timed: Tuned) -> None:
         timed.tuner.decide(call_of(m))
     kinds = decisions.kinds.values()
     assert max(map(len, (decisions.trials, kinds, *(kind.known for kind in kinds)))) == most
-
-
-def test_what_is_asked_for_ahead_is_tried_whatever_is_known(timed: Tuned) -> None:
-    for rows in (8, 10, 12):
-        timed.tuner.decide(call_of(rows))
-    assert len(timed.trials) == 3
-    assert timed(x=torch.zeros(14, 4)) == ("fused", FULL[-1])
-    assert len(timed.trials) == 3, "and what a training asks for is not"
-    timed.forget()
-    timed.tuner.decide(call_of(10))
-    assert timed.trials == [], "but what the file has is known"
-
-
-def test_of_further_m_what_was_close_is_tried_unless_all_is_asked_for(timed: Tuned) -> None:
-    timed()
-    for rows, tried in ((64, ["reference", FULL[0], FULL[-1]]), (512, ["reference", FULL[0], FULL[-1]])):
-        assert timed(x=torch.zeros(rows, 4)) == ("fused", FULL[-1])
-        assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == tried
-    for rows in (8, 24):
-        timed.tuner.decide(call_of(rows), full=True)
-    assert [entry.plan or entry.label for entry in timed.trials[-1].entries] == ["reference", *FULL]
 
 
 def test_of_further_m_what_was_chosen_before_runs_until_more_is_known(timed: Tuned) -> None:
@@ -480,14 +404,6 @@ def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(timed
     timed.patch(candidates, "fits", lambda op, plan, *_: plan != given[-1])
     timed(x=torch.zeros(512, 4))
     assert [entry.plan for entry in timed.trials[-1].entries] == [None, *given[:2]]
-
-
-def test_gathers_go_by_copy_engine_and_are_not_tried(timed: Tuned) -> None:
-    """But for where transfers go by chunks: see below."""
-    gather = OperatorCall("all_gather", X, None, GROUP)
-    timed.decide(gather)
-    timed.plan(gather).run(gather)
-    assert (timed.log, timed.trials) == ([("fused", None)], [])
 
 
 def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
@@ -551,16 +467,6 @@ def ships(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return ship
 
 
-@pytest.mark.usefixtures("ships")
-def test_what_ships_runs_once_it_is_compiled_and_nothing_is_tried(timed: Tuned) -> None:
-    for rows in (8, 10, 6, 11):
-        assert timed(x=torch.zeros(rows, 4)) == ("fused", SHIPPED)
-    assert timed.log[0] == STOCK, "until then"
-    assert [(one.rounds, one.timed) for one in timed.trials] == [(1, [])]
-    assert [(one.run, bool(one.ms)) for _, one in timed.tuner.entries()] == [("run", m == 8) for m in (8, 10, 6, 11)]
-    assert not cache.cache_path().exists(), "nothing was measured that could be kept"
-
-
 def test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m(
     timed: Tuned, ships: Callable[..., None]
 ) -> None:
@@ -574,11 +480,6 @@ def test_until_what_ships_is_compiled_calls_run_what_is_for_the_nearest_m(
     timed.plan(call_of(26)).run(call_of(26))
     assert timed.log[at:] == [("fused", SHIPPED), STOCK], "and stock where that cannot run"
     assert timed(x=torch.zeros(28, 4)) == ("fused", near)
-
-
-def test_what_ships_as_stock_is_no_second_best(timed: Tuned, ships: Callable[..., None]) -> None:
-    ships(None)
-    assert (timed(), timed.trials, timed.tuner.plan(call_of()).degraded) == (STOCK, [], ())
 
 
 def test_the_own_file_counts_before_what_ships(timed: Tuned, ships: Callable[..., None]) -> None:
@@ -625,18 +526,6 @@ def test_where_a_plan_holds_that_ships(
     assert caplog.text.count("calls without a kept plan run stock's") == (not holds)
 
 
-def test_what_ships_is_compiled_ahead_and_not_measured(timed: Tuned, ships: Callable[..., None]) -> None:
-    timed.decide(call_of())
-    assert (timed.log[0], timed.log[-1]) == (STOCK, ("fused", SHIPPED)), "while its kernel is compiled, and then"
-    assert [one.timed for one in timed.trials] == [[]]
-    timed.log.clear()
-    timed()
-    assert timed.log == [("fused", SHIPPED)]
-    ships(m=32)
-    timed.decide(call_of(40))
-    assert kept().plan == FULL[-1], "what is asked for ahead is tried where another m ships"
-
-
 @pytest.mark.usefixtures("ships")
 def test_all_candidates_are_measured_whatever_ships(timed: Tuned) -> None:
     assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1]
@@ -644,16 +533,6 @@ def test_all_candidates_are_measured_whatever_ships(timed: Tuned) -> None:
     timed.forget()
     clock(timed, lambda candidate: pytest.fail("it is known"))
     assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1], "it is this machine's own"
-
-
-def test_the_likeliest_candidates_are_tried_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [KernelConfig(reducers=number) for number in range(1, 10)]
-    monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: found)
-    pair = Fp8Pair(quantized(torch.ones(16, 16), "tensor"), quantized(torch.ones(32, 16), "tensor"))
-    call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, GROUP, fp8=pair)
-    for one in (call, call_of()):
-        assert candidates.list_plans(one, False) == found[: candidates.SHORT]
-        assert candidates.list_plans(one, True) == found
 
 
 # Transfers by chunks
@@ -682,24 +561,6 @@ def test_over_host_memory_chunked_is_tried_against_stock(over_host: Tuned) -> No
         over_host.backends.chunked["chunked"].reason = "it cannot be captured"  # type: ignore[attr-defined]
         assert over_host() == STOCK
     assert over_host.why_not(X, W, GROUP) == "it cannot be captured"
-
-
-@pytest.mark.parametrize(
-    ("stock", "chunked", "runs"),
-    [(0.25, 0.6, STOCK), (0.25, 0.27, ("chunked", 1)), (0.03, 0.045, ("chunked", 1)), (0.6, 0.25, ("chunked", 1))],
-)
-def test_where_the_gpu_waits_for_the_host_in_all_turns_the_one_runs_that_takes_it_least(
-    over_host: Tuned, stock: float, chunked: float, runs: Any
-) -> None:
-    """If it does so clearly. A further m begins with it; the file gets none of it."""
-    host(over_host, lambda entry: stock if entry.backend == "reference" else chunked, lambda _: False)
-    assert over_host() == runs
-    at = len(over_host.log)
-    assert over_host(x=torch.zeros(512, 4)) == runs
-    assert over_host.log[at + 3 : at + 7] == [runs] * 4, "until more is known"
-    assert over_host.trials[-1].runnable(call_of(500)).backend == runs[0]
-    over_host.forget()
-    assert not cache.cache_path().exists()
 
 
 def test_where_another_m_found_the_host_no_bound_its_choice_does_not_hold_for_one_that_does(over_host: Tuned) -> None:
@@ -768,27 +629,12 @@ def test_over_pcie_only_where_it_was_asked_for(tuner: Tuned, monkeypatch: pytest
     assert " tp=2 p2p in chunks | " in key_of(made, captured=False), "not what fused kernels were measured over"
 
 
-@pytest.mark.parametrize("shape", [(6, 8), (3, 2, 8)])
-def test_the_wgrad_that_runs_beside_an_all_reduce(shape: tuple[int, ...]) -> None:
-    """Layers give x with its leading dimensions."""
-    call = OperatorCall("gemm_all_reduce", torch.randn(shape), torch.randn(8, 4), GROUP, transposed=True)
-    assert alone.wgrad_of(call)().shape == (8, 4)
-
-
 def test_other_work_stands_before_each_call(timed: Tuned) -> None:
     """So the GPU is behind the host, and a short call does not time the host."""
     timed.patch(alone, "work_before", lambda call: lambda: timed.log.append("work"))
     timed.tuner.decide(OperatorCall("gemm_reduce_scatter", torch.zeros(8, 4), torch.zeros(64, 4), GROUP))
     assert timed.log[::2] == ["work"] * (len(timed.log) // 2)
     assert "work" not in timed.log[1::2]
-
-
-def test_what_times_did_not_decide_is_not_kept(timed: Tuned) -> None:
-    """A call that takes the host longer than the work before it takes the GPU: a training's calls may tell."""
-    timed.patch(trial.Trial, "enqueued", lambda self, cuda: setattr(self._samples[-1], "busy", False))
-    found = timed.tuner.decide(call_of(), full=True)
-    assert (found.backend, found.ms) == ("fused", {})
-    assert not cache.cache_path().exists()
 
 
 def test_a_wgrad_stands_between_such_a_call_s_begin_and_its_wait(timed: Tuned) -> None:

@@ -10,7 +10,6 @@ from megatron_flux.comm import links
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Beside
 from megatron_flux.log_once import log_once
-from megatron_flux.ops.backends.fused import limit
 from tests.unit.groups import group_of
 
 ALONE = Beside(others=False, high_priority=False)
@@ -46,20 +45,6 @@ def test_the_rule(
     assert [links.starts_together(group, captured=captured) for _ in range(2)] == [together] * 2
     helps = together and queues != "1"
     assert caplog.text.count("set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts") == helps, "once, if it helps"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size", "capability", "reason"),
-    [
-        (torch.bfloat16, 8, (8, 0), None),
-        (torch.float32, 8, (9, 0), "bf16, fp16 or FP8"),
-        (torch.bfloat16, 3, (9, 0), "2, 4 or 8 ranks, not 3"),
-        (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
-    ],
-)
-def test_limits(dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None) -> None:
-    found = limit(dtype, size, capability)
-    assert (found is None) if reason is None else reason in (found or "")
 
 
 def with_options(options: Any) -> Any:

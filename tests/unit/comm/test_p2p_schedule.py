@@ -4,8 +4,6 @@ import ctypes
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from megatron_flux.comm.lanes import store
 from megatron_flux.comm.p2p_schedule import CLOSED, IN, Islands, PeerLayout
 from tests.unit.comm.test_host_schedule import CUTS, Ranks, driven
 
-BUS = "0000:3b:00.0"
 KINDS = ("gather", "exchange")
 HALVES = {4: ((0, 1), (2, 3)), 6: ((0, 1, 2), (3, 4, 5)), 8: ((0, 2, 4, 6), (1, 3, 5, 7))}
 
@@ -111,44 +108,6 @@ def test_every_block_comes_once_and_nobody_is_idle(tp: int, islands: Islands | N
         assert got == dict.fromkeys(wanted, 1)
         if make is p2p_schedule.exchange:
             assert all(move.origin == move.source for moves in rounds for move in moves), "straight there"
-
-
-def crossings(rounds: list[list[p2p_schedule.Move]], islands: Islands) -> list[int]:
-    """Count by round what crosses from the first island to the second; as many come back."""
-    one, other = map(set, islands)
-    counts = [[sum(move.source in a and move.target in b for move in moves) for moves in rounds]
-              for a, b in ((one, other), (other, one))]  # fmt: skip
-    assert counts[0] == counts[1]
-    return counts[0]
-
-
-@pytest.mark.parametrize("islands", ISLANDS)
-def test_few_cross_at_once(islands: Islands) -> None:
-    size = len(islands[0])
-    across = crossings(p2p_schedule.gather(2 * size, islands), islands)
-    assert sum(across) == size, "each block once"
-    assert max(across) == (1 if size in (3, 4) else size)
-    across = crossings(p2p_schedule.exchange(2 * size, islands), islands)
-    assert sum(across) == size * size
-    if size <= 4:
-        assert max(across) == -(-size * size // (2 * size - 1)), "as few as there can be"
-    assert max(across) <= max(crossings(p2p_schedule.exchange(2 * size, None), (islands[0], islands[1])))
-
-
-def test_where_a_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = tmp_path / "devices" / "pci0000:3a" / "0000:3a:01.0" / BUS
-    there.mkdir(parents=True)
-    root = tmp_path / "bus"
-    root.mkdir()
-    (root / BUS).symlink_to(there)
-    gpu, address = torch.device("cuda", 0), SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: address)
-    for text, node in (("1\n", 1), ("-1\n", None), ("?", None)):
-        (there / "numa_node").write_text(text)
-        assert p2p_link.place_of(gpu, root) == {"numa_node": node, "root_complex": "pci0000:3a"}
-    address.pci_bus_id = 0xFF
-    assert set(p2p_link.place_of(gpu, root).values()) == {None}
-    assert set(p2p_link.place_of(torch.device("cpu")).values()) == {None}
 
 
 @pytest.mark.parametrize(

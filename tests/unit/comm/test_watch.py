@@ -1,6 +1,5 @@
 """The alarms that the watching thread looks through, while others come and go; how long waits may last."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,38 +11,6 @@ import pytest
 import torch
 
 from megatron_flux.comm import timeouts as watch
-
-
-def test_alarms_come_and_go_beside_the_watching_thread() -> None:
-    done = threading.Event()
-
-    def come_and_go() -> None:
-        kept: list[watch.Alarm] = []
-        while not done.is_set():
-            alarm = object.__new__(watch.Alarm)  # without a GPU's memory
-            alarm.open()
-            kept.append(alarm)
-            if len(kept) > 2000:
-                for old in kept:
-                    old.close()
-                kept.clear()
-
-    others = threading.Thread(target=come_and_go)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    others.start()
-    try:
-        for _ in range(1000):
-            watch._watched()
-    finally:
-        sys.setswitchinterval(interval)
-        done.set()
-        others.join()
-    alarm = object.__new__(watch.Alarm)
-    alarm.open()
-    assert alarm in watch._watched()
-    alarm.close()
-    assert alarm not in watch._watched()
 
 
 def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:

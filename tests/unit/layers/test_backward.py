@@ -14,7 +14,6 @@ from tests.unit.groups import group_of
 from tests.unit.ops.fakes import OnGpu
 
 S, B, N, K = 16, 2, 3, 5
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def operands(dtype: torch.dtype, high: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,33 +37,6 @@ def weight_gradient(
     exact = EXACT[False]
     linear = LinearState(weight, main_grad, overwrite, group_of(1), Backends.of("auto"), ALL_EXACT, None, True, exact)
     return exact.wgrad(linear, x, dy)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_without_main_grad_the_gradient_is_returned(dtype: torch.dtype) -> None:
-    dy, x = operands(dtype)
-    weight = weight_of(dtype, grad_added_to_main_grad=False)
-    dw = weight_gradient(weight, None, dy, x)
-    assert dw.dtype == dtype
-    assert exact(dy, x).abs().max() > 10
-    assert torch.equal(dw.double(), exact(dy, x))
-    assert weight.grad_added_to_main_grad is False
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_main_grad_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
-    dy, x = operands(dtype, high=100)
-    rounded = weight_gradient(weight_of(dtype), None, dy, x)
-    assert not torch.equal(rounded.double(), exact(dy, x))
-    main_grad = torch.zeros(N, K)
-    assert weight_gradient(weight_of(dtype), main_grad, dy, x) is None, "a weight without Megatron's attribute"
-    assert torch.equal(main_grad.double(), exact(dy, x))
-
-
-def test_other_main_grad_dtypes_are_refused() -> None:
-    dy, x = operands(torch.float32)
-    with pytest.raises(TypeError, match=r"must be fp32 or torch\.float32 .* got torch\.bfloat16"):
-        accumulate(torch.zeros(N, K, dtype=torch.bfloat16), dy, x)
 
 
 def test_a_managed_weight_is_marked_and_gets_an_unread_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +71,6 @@ def test_unread_gradients_share_the_memory_of_the_largest(monkeypatch: pytest.Mo
     assert small.data_ptr() == large.data_ptr() == unread(6, 5).data_ptr()
     assert unread(7, 5).data_ptr() != large.data_ptr()
     assert unread(3, 4, torch.bfloat16).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("dtype", "into"), [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, None)]
-)
-def test_the_first_replaces_what_is_there_and_the_next_adds(dtype: torch.dtype, into: torch.dtype | None) -> None:
-    dy, x = operands(dtype)
-    main_grad = torch.full((N, K), float("nan"), dtype=into or dtype)
-    storage = main_grad.data_ptr()
-    weight_gradient(weight_of(dtype), main_grad, dy, x, overwrite=True)
-    assert torch.equal(main_grad.double(), exact(dy, x))
-    weight_gradient(weight_of(dtype), main_grad, dy, x)
-    assert torch.equal(main_grad.double(), 2 * exact(dy, x))
-    assert main_grad.data_ptr() == storage
 
 
 def test_apex_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,11 +63,6 @@ def optimizer_step() -> None:
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
-def test_fp8_takes_the_bytes_that_are_gathered(ranks: Ranks) -> None:
-    group, fp8 = group_of(2), SimpleNamespace(gathered_dtype=torch.float8_e4m3fn)
-    assert [kept(group, 100, 1000, precision=how).nbytes for how in (EXACT[False], fp8)] == [400, 200]  # type: ignore[union-attr]
-
-
 def test_a_quarter_of_what_a_whole_step_has_never_needed(ranks: Ranks) -> None:
     first, second = group_of(2), group_of(2)
     optimizer_step()  # of another model, whose memory says nothing of what this one will need

@@ -75,23 +75,6 @@ def test_calls_of_a_dry_run(run: Run) -> None:
     assert found["config"]["cache"] == str(Path.cwd() / "mine.json")
 
 
-def test_tuning_has_its_link_and_wires(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*words: str) -> list[Any]:
-        return [dry(run, "tune", *FEW, *words)["config"][name] for name in ("link", "wire", "grad_wire")]
-
-    assert found() == [None, "exact", "exact"]
-    assert found("--link", "p2p", "--wire", "int8", "--set", "grad_wire=exact") == ["p2p", "int8", "exact"]
-    monkeypatch.setenv("MEGATRON_FLUX_GRAD_WIRE", "int8")
-    assert found("--link", "host") == ["host", "exact", "int8"]
-
-
-def test_caches_that_cannot_be_used(run: Run, gpus: Callable[[int], list[Any]]) -> None:
-    Path("broken.json").write_text("{")
-    assert "broken.json cannot be read" in refused(run, "tune", "--dry-run", "--set", "cache=broken.json")
-    gpus(2)
-    assert "the folder of cache" in refused(run, "tune", "--set", "cache=broken.json/below/tuned.json")
-
-
 def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) -> None:
     gpus(1)
     assert "1 process(es) with 1 GPU(s)" in refused(run, "bench", "ops", "--tp", "2")
@@ -145,15 +128,6 @@ def test_a_launchers_rank_starts_nothing(
     assert "--tp 2 under a launcher that started 4" in refused(run, "tune", "--tp", "2")
 
 
-def test_layers_take_their_sizes_from_the_preset(run: Run) -> None:
-    found = dry(run, "bench", "layer", "--tp", "4", "--preset", "gpt3-175b,llama3-405b", "--variants", "te,te_again")
-    assert [(w["model"], w["seq"], w["micro_batch"], w["layers"]) for w in found["config"]["workloads"]] == [
-        ("gpt3-175b", 2048, 4, 4),
-        ("llama3-405b", 8192, 1, 2),
-    ]
-    assert found["config"]["variants"] == ["te", "te_again"]
-
-
 def test_modes_of_layers() -> None:
     made = layer_run(LayerOptions(preset=["llama2-70b"], mode="decode"), 4)
     assert (made.cuda_graphs, made.burst) == (True, 30)
@@ -174,14 +148,6 @@ def test_modes_of_layers() -> None:
         (workload,) = layer_run(LayerOptions(preset=["llama2-70b"], lora=16, lora_targets=targets), 4).workloads
         assert (workload.frozen, workload.lora, workload.lora_targets) == (True, 16, tuple(targets))
         assert workload.label == f"llama2-70b-4096x2-{label}"
-
-
-def test_layers_of_experts() -> None:
-    made = layer_run(LayerOptions(preset=["llama2-70b", "qwen3-30b-a3b"]), 2)
-    assert made.ep == 2
-    assert layer_run(LayerOptions(preset=["llama2-70b"]), 2).ep == 1
-    (workload,) = layer_run(LayerOptions(preset=["qwen2-57b-a14b"], num_layers=2, delay_wgrad=True), 2).workloads
-    assert workload.label == "qwen2-57b-a14b-4096x2-delay-wgrad"
 
 
 @pytest.mark.parametrize(
@@ -211,14 +177,3 @@ def test_layers_of_experts() -> None:
 def test_layers_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         layer_run(LayerOptions(**options), 8)
-
-
-def test_shapes_of_gpt3() -> None:
-    cases = OpsRun(tp=8, preset="gpt3-175b", tokens="8192").cases()
-    found = {(c.layer, c.direction): (c.op, c.n, c.k) for c in cases}
-    assert found["fc1", "forward"] == ("all_gather_gemm", 6144, 12288)
-    assert found["fc2", "forward"] == ("gemm_reduce_scatter", 12288, 6144)
-    assert found["qkv", "forward"] == ("all_gather_gemm", 4608, 12288)
-    assert found["fc1", "dgrad"] == ("gemm_reduce_scatter", 12288, 6144)
-    assert found["fc2", "dgrad"] == ("all_gather_gemm", 6144, 12288)
-    assert all(c.bytes_received(8) == 7 * 1024 * 12288 * 2 for c in cases)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_flux.comm import links as topology
-from megatron_flux.errors import UserError
 from megatron_flux.patch import megatron_core
 from megatron_flux.telemetry import environment
 
@@ -58,17 +57,3 @@ def test_what_auto_is(monkeypatch: pytest.MonkeyPatch, count: int, nvlink: str, 
     assert count or not any("peer access" in note for note in found["notes"])
     stock = "no NVLink between all GPUs (why): auto runs stock's collectives and GEMMs"
     assert any(stock in note for note in found["notes"]) is (nvlink == "p2p")
-
-
-def test_a_weaker_link_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 4)
-    monkeypatch.setenv("MEGATRON_FLUX_LINK", "host")
-    found = environment.examine()
-    assert found["link"]["kind"] == "host"
-    assert "(MEGATRON_FLUX_LINK asks for it, there is nvlink): their traffic goes through" in " ".join(found["notes"])
-    gpus(monkeypatch, 4, peer_access=False)
-    monkeypatch.setenv("MEGATRON_FLUX_LINK", "nvlink")
-    assert environment.link()["reason"] == "not every pair of GPUs has peer access"
-    monkeypatch.setenv("MEGATRON_FLUX_LINK", "pigeon")
-    with pytest.raises(UserError, match="MEGATRON_FLUX_LINK must be one of none, host, p2p, nvlink, not 'pigeon'"):
-        environment.link()

@@ -40,14 +40,6 @@ def test_arguments_become_the_config() -> None:
     assert config_from(parsed("--flux", "--no-flux-keep-gathered")) == FluxConfig(keep_gathered=False)
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("ON", True), ("", False), ("no", False)])
-def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX", value)
-    assert parsed().flux is on
-    assert parsed("--flux").flux is True
-    assert parsed("--no-flux").flux is False
-
-
 def arguments(**changes: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{"flux": True, "tensor_model_parallel_size": 2, **changes})
 

@@ -10,13 +10,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from megatron_flux.metrics.report import figures, write_report
+from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all
-from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter, ranks_part
-from megatron_flux.metrics.schema import FUSED_WAITS
+from megatron_flux.metrics.report.training import chapter, ranks_part
 from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
-from tests.unit.metrics.report_runs import full_run, one_variant
+from tests.unit.metrics.report_runs import full_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
@@ -99,36 +98,6 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert json.loads(found)["c-p"]["data"][0]["name"] == HOSTILE
 
 
-def test_step_times_are_in_order_of_execution() -> None:
-    figure, caption = figures.step_times(plain_variants(2))
-    assert {trace.name: trace.x for trace in figure.data} == {
-        "baseline": (2, 3, 10, 11, 12), "baseline, not timed": (1,), "flux": (5, 6, 7, 8, 9), "flux, not timed": (4,)
-    }  # fmt: skip
-    low, high = figure.layout.yaxis.range
-    assert low < 90 < 100 < high < 130
-    assert caption.endswith("above the axis: 1.")
-
-
-def test_long_runs_are_thinned_to_their_extremes() -> None:
-    (few,), (many,) = (
-        figures.curves({"flux": [{"iteration": n, "x": (n * 7919) % count} for n in range(count)]}, "x", "")[0].data
-        for count in (100, 20_000)
-    )
-    assert (len(few.x), max(few.y)) == (100, 99)
-    assert len(many.x) <= figures.MAX_POINTS
-    assert (min(many.y), max(many.y)) == (0, 19_999)
-
-
-def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
-    part = full["time"]
-    rows = {row[0]: row[1:] for row in part.rows}
-    for column, whole in ((0, 100.0), (1, 95.0)):
-        assert sum(float(row[column]) for row in list(rows.values())[:8]) == pytest.approx(whole)
-    assert rows["fused operators"] == ("0.00", "12.00")
-    assert rows[WAITS_INCLUDED] == ("58.00", "53.00")
-    assert FUSED_WAITS in part.caption
-
-
 def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     variants = plain_variants()
     for item in variants["baseline"] + variants["flux"]:
@@ -175,8 +144,3 @@ def test_several_runs(tmp_path: Path) -> None:
     assert re.search(r"shape.hidden_size</th><td>64</td><td>128</td>", text)
     assert re.search(r"lr</th><td>0.001</td><td>1.0</td>", text)
     assert '<a href="#run2">second</a>' in text
-
-
-def test_a_training_of_one_variant_is_not_compared(tmp_path: Path) -> None:
-    flux = load(one_variant(tmp_path / "flux-job", "flux"))
-    assert flux.verdict == "flux alone: 90.17 ms per step (median of 17)"

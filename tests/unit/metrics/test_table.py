@@ -11,7 +11,6 @@ from megatron_flux.metrics.summary import summarize, verdict
 from megatron_flux.metrics.table import print_summary, print_table
 from tests.unit.metrics.metrics_records import interleaved
 
-REASON = "column layer: a reason [bold]with markup[/bold] that is longer than eighty columns, " + "and longer " * 10
 CPU = {"device": {"kind": "cpu"}}
 STOCK = {"flux/fallbacks": {"operators: reference: no GPU": 36}}
 
@@ -47,26 +46,6 @@ def test_a_table_is_neither_cut_nor_coloured_in_a_pipe(monkeypatch: pytest.Monke
     assert lines[-2].split() == ["a" * 90, "b", "[red]", "1.0"]
     assert lines[-1] == "n" * 300
     assert "\x1b" not in file.getvalue()
-
-
-def test_a_comparison() -> None:
-    summary = comparison(**{"flux/fallbacks": {REASON: 3}})
-    text = piped(summary)
-    assert f"fallback to stock: 3 calls: {REASON}".rstrip() in [item.rstrip() for item in text.splitlines()]
-    for label, cells in {
-        "step time, median (ms)": "123.4 111.1 \u221210.0 %",
-        "step time, p10…p90 (ms)": "123.4…123.4 111.1…111.1",
-        "timed steps": "18 18",
-        "tokens/s": "10,000 10,000 0.0 %",
-        "MFU": "40.0 % 40.0 %",
-        "peak memory": "1.00 GiB 2.00 GiB +100.0 %",
-        "peak memory, workspace": "0.0 MiB 256.0 MiB",
-        "loss, first step": "4.900000 4.900000",
-        "active flux layers:": "8",
-        "largest relative loss difference:": "0 over 18 iterations",
-    }.items():
-        assert line(text, label) == cells.split(), label
-    assert text.splitlines()[-1] == verdict(summary)
 
 
 def test_unknown_and_odd_values() -> None:

@@ -113,23 +113,6 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-def test_wandbs_own_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb reads its environment once, and anew when it has been taken down."""
-    folders = {tmp_path / "first": None, tmp_path / "second": "ours"}
-    wandb.teardown()
-    with monkeypatch.context() as patched:
-        for name, value in {"RESUME": "must", "PROJECT": "theirs", "ENTITY": "team", "NOTES": "said so"}.items():
-            patched.setenv(f"WANDB_{name}", value)
-        for folder, project in folders.items():
-            with WandbMirror("offline", {}, folder, project=project) as mirrored:
-                mirrored.write(sampled_record(1, flux=True))
-        wandb.teardown()
-    for folder, given in folders.items():
-        (run,) = (item["run"] for item in items(only(folder), "run"))
-        assert (run["project"], run["entity"], run["notes"]) == (given or "theirs", "team", "said so")
-        assert json.loads((folder / "wandb.json").read_text())["project"] == (given or "theirs")
-
-
 WRITES = """
 import sys
 from pathlib import Path

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_flux import UserError, patched
 from megatron_flux.patch import first_linear, patcher
@@ -43,18 +42,6 @@ def test_once_by_the_first_linear(calls: Calls, module: str, name: str) -> None:
     first_linear.watch()
     build()
     assert calls == ["on"]
-
-
-def test_beside_other_hooks(calls: Calls) -> None:
-    first_linear.watch()
-    seen: Calls = []
-    other = register_module_parameter_registration_hook(lambda module, name, parameter: seen.append(name))
-    try:
-        build()
-        build()
-    finally:
-        other.remove()
-    assert (calls, seen) == (["on"], ["weight", "weight"])
 
 
 @pytest.mark.parametrize("why", ["off", "patched", "settled"])

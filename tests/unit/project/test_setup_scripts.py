@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -97,16 +95,6 @@ def test_everything_is_installed_once(checkout: Path) -> None:
     assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
 
 
-def test_tests_run_without_what_cannot_be_fetched(checkout: Path) -> None:
-    for name in ("apt-get", "sudo", "curl"):
-        executable(checkout / "bin" / name, "#!/bin/bash\nexit 1\n")
-    (checkout / "nothing-apart").touch()
-    code, said = run(checkout, "tests/unit", script="test.sh")
-    assert code == 0, said
-    assert "note: megatron-bridge==0.6.2 could not be fetched" in said
-    assert "note: the source of NeMo-RL could not be fetched" in said
-
-
 @pytest.mark.skipif(DRIVER, reason="this machine has a driver of NVIDIA's")
 @pytest.mark.parametrize(
     ("offered", "installed", "said"),
@@ -129,39 +117,6 @@ def test_without_a_driver_torchs_build_for_cpus_is_taken_where_it_is_offered(
     assert ["--extra-index-url https://download.pytorch.org/whl/cpu" in line for line in tried] == (
         [False] if "cpu" in offered else [False, True]
     )
-
-
-def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executable(checkout / "bin" / "nvidia-smi", "#!/bin/sh\n")
-    (checkout / "offered").write_text("2.13.0+cpu, 2.13.0")
-    assert "installing torch==2.13.0: about 3 GB" in run(checkout, "--dry-run")[1]
-    shutil.rmtree(checkout / ".venv")
-    monkeypatch.setenv("MEGATRON_FLUX_TORCH", "torch==9; touch here")
-    assert "installing torch==9; touch here, which MEGATRON_FLUX_TORCH names" in run(checkout, "--dry-run")[1]
-    editable = "--editable .[run,wandb]"
-    assert asked(checkout) == ["torch==2.13.0", editable, "torch==9; touch here", editable]
-    assert "index versions" not in (checkout / "asked").read_text()
-
-
-def test_what_was_interrupted_is_made_anew(checkout: Path) -> None:
-    (checkout / "hang-in-pip").touch()
-    process = start(checkout, "--dry-run")
-    limit = time.monotonic() + 30
-    while not (checkout / "hanging").exists():  # a shell passes over an interrupt while it waits for a command to end
-        assert time.monotonic() < limit, "it has not come so far"
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    own = [line for line in said.splitlines() if "sleep 60" not in line]  # a shell may say what it has stopped
-    assert (process.returncode, own[-1]) == (130, "interrupted; run it again")
-    (checkout / "hang-in-pip").unlink()
-    code, said = run(checkout, "--dry-run")
-    assert code == 0
-    assert said.index("making .venv anew: interrupted earlier") < said.index("ran: ")
-    assert not (checkout / ".venv/.megatron-flux-unfinished").exists()
-    assert "making" not in run(checkout, "--dry-run")[1]
 
 
 def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None:

@@ -42,21 +42,6 @@ def test_the_first_failure_is_named(codes: tuple[int, int], times: tuple[int, in
     assert ("runs/x" in str(error)) == (2 not in codes)
 
 
-@pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])
-def test_how_many_ranks(nproc: int | None, gpus: int, expected: int) -> None:
-    assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected
-
-
-def test_numbers_of_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--nproc 8 on a machine with 4"):
-        launcher.world_size(8, gpus=4, otherwise=2)
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    assert launcher.world_size(None, gpus=0, otherwise=2) == 4
-    with pytest.raises(UserError, match="--nproc 2 under a launcher that started 4"):
-        launcher.world_size(2, gpus=0, otherwise=2)
-
-
 def test_a_signal_that_comes_before_the_ranks_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, sent, asked = mock.Mock(), threading.Event(), []
     rank.send_signal.side_effect = lambda _: sent.set()

@@ -48,17 +48,6 @@ def test_a_run_that_goes_on_is_not_replaced(earlier: Path, how: str) -> None:
         pass
 
 
-def test_runs_that_name_the_same_folder_do_not_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, check = tmp_path / "run", folder.check_free
-    with run_in(out), monkeypatch.context() as patched:
-        patched.setattr(folder, "check_free", lambda *_, **__: None)  # it has looked before the first one came
-        with pytest.raises(UserError, match="taken by another run"), run_in(out):
-            pass
-        assert (out / folder.CONFIG).is_file()
-    with pytest.raises(UserError, match="holds an earlier run; give another folder, or --overwrite"):
-        check(out, overwrite=False)
-
-
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--out .*file/run cannot be written: Not a directory; give another folder"):

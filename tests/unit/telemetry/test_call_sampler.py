@@ -58,15 +58,6 @@ def test_unknown_clocks_and_processors() -> None:
         assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
 
 
-def test_one_withheld_call_withholds_its_operators_sums() -> None:
-    one, other = call(), call(n=6144)
-    alone = {one: Baseline(1.0, 2.0, "measured", 1500.0), other: Baseline(1.0, 2.0, "measured", 1000.0)}
-    values = overlap({one: Times(1, 1.5), other: Times(1, 1.5)}, alone, 1500.0)
-    assert values["flux/e_overlap"] == values["flux/exposed_communication_ms"] == {"all_gather_gemm": None}
-    assert values["flux/operator_time_ms"] == {"all_gather_gemm": 3.0}
-    assert sorted(row["withheld"] or "" for row in values["flux/calls"]) == ["", OTHER_CLOCK]
-
-
 @pytest.mark.parametrize("full", ["temporary", "run"])
 def test_a_full_disk_costs_the_trace_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: str

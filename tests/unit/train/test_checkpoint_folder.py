@@ -3,16 +3,12 @@
 import json
 import re
 import shutil
-import threading
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.files import locked
 from megatron_flux.train import checkpoint_folder, config
 from megatron_flux.train.options import CompareOptions, TrainOptions
 from megatron_flux.train.presets import PRESETS
@@ -98,18 +94,6 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="being saved to by another run"):
                 checkpoint_folder.check_save(other)
     checkpoint_folder.check_save(second)
-
-
-def test_the_lock_of_an_earlier_start_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
-    (tmp_path / "saved").mkdir()
-    with ExitStack() as earlier:
-        earlier.enter_context(locked(tmp_path / "saved" / ".megatron_flux.lock", 0))
-        began = time.monotonic()
-        threading.Timer(0.5, earlier.close).start()
-        checkpoint_folder.check_save(run_config(tmp_path, save=tmp_path / "saved"))
-        assert time.monotonic() - began >= 0.5
 
 
 def test_older_ones_are_removed_and_damaged_ones_not_counted(saved: Path) -> None:

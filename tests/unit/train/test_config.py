@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flux import FluxConfig
 from megatron_flux.errors import UserError
 from megatron_flux.train import config
-from megatron_flux.train.model import transformer_config
 from megatron_flux.train.options import CompareOptions, TrainOptions
 
 TE = {"transformer_impl": "transformer_engine"}
@@ -91,22 +89,6 @@ def test_fsdp_trains_what_can_be_compared(given: dict[str, Any], message: str) -
         resolve(**given, fsdp=True)
 
 
-def test_bytes_of_gathering_weights_are_noted_where_they_are_fewer() -> None:
-    wide = {"preset": "gpt3-6.7b", "seq_length": 4096}  # hidden size 4096: 3.6 x 4096 are 14746 tokens
-    assert resolve(**wide, micro_batch_size=3).bytes_note("nvlink") is None
-    run = resolve(**wide, micro_batch_size=4)
-    assert run.bytes_note("nvlink") == (
-        "gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes of tensor parallelism with gradients reduced "
-        "in bf16, 1.20 x in fp32, at hidden size 4096 and 16,384 tokens; these are bytes, not a measurement"
-    )
-    # Gathered inputs that are kept are not gathered again.
-    assert run.bytes_note("host") is None
-    assert resolve(**wide, micro_batch_size=4, keep_gathered=False).bytes_note("host") == run.bytes_note("nvlink")
-    assert resolve(**wide, micro_batch_size=4, world_size=1).bytes_note("nvlink") is None
-    assert " 0.75 x the bytes" in str(resolve(**wide, micro_batch_size=4, lora=8).bytes_note("nvlink"))
-    assert " 0.86 x the bytes" in str(resolve(**wide, micro_batch_size=3, recompute="full").bytes_note("nvlink"))
-
-
 @pytest.mark.parametrize("given", [TE, {"cuda_graph_impl": "transformer_engine"}])
 def test_transformer_engine_must_be_installed(installed: SimpleNamespace, given: dict[str, Any]) -> None:
     resolve(**given)
@@ -137,34 +119,6 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
     again = config.RunConfig.model_validate(json.loads(run.model_dump_json()))
     for found in (run.flux_config, again.flux_config):
         assert (found.keep_gathered, found.keep_gathered_bytes) == (True, number)
-
-
-def test_options_reach_the_layers() -> None:
-    exact = {"wire": "exact", "grad_wire": "exact"}
-    for more in ({"gather_ahead": True, "strict": False}, {"gather_ahead": False, "strict": True}):
-        assert resolve("cpu", backend="reference", **more).flux_config == FluxConfig(
-            backend="reference", **exact, **more
-        )
-    linked = resolve(link="host", wire="int8", backend="tuned").flux_config
-    assert linked == FluxConfig(backend="tuned", link="host", wire="int8", grad_wire="int8")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected", "amax"),
-    [
-        ("delayed", ("hybrid", "delayed", True), (1024, "max")),
-        ("current", ("hybrid", "tensorwise", True), (1, "most_recent")),
-        ("blockwise", ("e4m3", "blockwise", True), (1, "most_recent")),
-    ],
-)
-def test_fp8_reaches_megatrons_configuration_and_flux(recipe: Any, expected: Any, amax: Any) -> None:
-    run = resolve(**{**FP8, "fp8": recipe})
-    made = transformer_config(run)
-    assert (made.fp8, made.fp8_recipe, made.bf16) == expected
-    assert (made.fp8_amax_history_len, made.fp8_amax_compute_algo) == amax
-    assert run.flux_config.fp8
-    plain = resolve(**{**FP8, "fp8": None})
-    assert (transformer_config(plain).fp8, plain.flux_config.fp8) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -44,17 +44,6 @@ def prepare(folder: Path, cache: Path) -> data.Corpus:
     return data.prepare(run_on(folder, cache))
 
 
-def test_a_text_needs_a_sequence(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "0").write_text("word")
-    with pytest.raises(UserError, match=r"text has no sequence of 8 \+ 1 tokens; give more text"):
-        data.prepare(run_on(tmp_path / "text", tmp_path / "cache"))
-    for number in range(1, 100):
-        (tmp_path / "text" / str(number)).write_text("word")
-    found = data.build_dataset(run := run_on(tmp_path / "text", tmp_path / "cache"), data.prepare(run))
-    assert len(found) == 62
-
-
 def test_bytes_come_back_from_the_cache_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
     first = prepare(folder, tmp_path / "cache")
     assert documents(first) == ["naïve café\n".encode(), b"# title\n" * 10]
@@ -191,8 +180,3 @@ def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> No
     assert drawn(dp=1, steps=8) == drawn(dp=2, steps=4) == drawn(dp=4, steps=2) == list(range(16))
     assert drawn(dp=2, steps=2, consumed=8) == list(range(8, 16))
     assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2], "an epoch is followed by the same again"
-
-
-def test_a_token_beyond_what_is_scanned_ahead_is_refused_in_its_batch() -> None:
-    with pytest.raises(UserError, match=r"sequence 10000 of the data has token 10001, outside the vocabulary of 10000"):
-        drawn(dp=1, steps=1, length=20_000, consumed=10_000)

@@ -4,23 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from megatron_flux import nvml
-from megatron_flux.comm import group_state
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry import call_sampler
 from megatron_flux.train.config import resolve
-from megatron_flux.train.memory import OwnMemory
 from megatron_flux.train.options import TrainOptions
-from megatron_flux.train.record import Records, _memory, by_rank, over_gpus
-
-
-def test_what_is_known_of_the_ranks() -> None:
-    names = dict.fromkeys(("reduction_ms", "peak_memory_bytes", *nvml.FIELDS), [None] * 3)
-    found = by_rank({"seconds": [0.2, 0.2, 0.3], "operators_ms": [60.0, 10.0, 50.0], **names})
-    assert found == {"step_ms": [200.0, 200.0, 300.0], "operators_ms": [60.0, 10.0, 50.0]}
+from megatron_flux.train.record import Records, _memory, over_gpus
 
 
 def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
@@ -71,17 +61,3 @@ def test_memory_is_that_of_the_rank_with_the_most() -> None:
     assert _memory(ranks) == dict(zip(names, (50, 41, 9, 3), strict=True))
     ranks |= {"peak_memory_bytes": [None] * 3, "allocated_peak_bytes": [None] * 3}
     assert _memory(ranks) == dict(zip(names, (None, None, 28, 8), strict=True))
-
-
-def test_workspaces_are_those_of_whoever_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [3]  # by nobody who trains
-    monkeypatch.setattr(group_state, "slab_bytes", lambda: held[0])
-    own, other = OwnMemory(torch.device("cpu")), OwnMemory(torch.device("cpu"))
-    with own.active():
-        held[0] += 5
-        own.reset_peak()
-        assert own.peak()["workspace_bytes"] == 5
-    with other.active():
-        assert other.peak() == {"peak_memory_bytes": None, "allocated_peak_bytes": None, "workspace_bytes": 0}
-    with own.active():
-        assert own.peak()["workspace_bytes"] == 5

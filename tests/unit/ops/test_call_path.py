@@ -19,9 +19,8 @@ from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.slab import CopyStream
 from megatron_flux.ops import fused
-from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fused import AllGatherGemmPlan, Binding, GemmAllReducePlan, Kernels, Views
+from megatron_flux.ops.fused import AllGatherGemmPlan, Binding, Kernels, Views
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of, slab_on_gpu
 from tests.unit.ops.fakes import on_gpu
@@ -119,16 +118,3 @@ def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: 
         "cuLaunchKernel",
         "cuStreamWaitEvent",
     ]
-
-
-@pytest.mark.parametrize("own_gemm", [False, True])
-def test_a_warm_gemm_all_reduce_is_one_launch_from_eight_files(
-    driver: Driver, own_gemm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "sm_count", lambda device: 132)
-    call = OperatorCall("gemm_all_reduce", on_gpu(1, 2, 4), on_gpu(6, 4), group_of(2))
-    config = AllReduceConfig(own_gemm=own_gemm)
-    plan = made(GemmAllReducePlan(call, config), call, [relaunch(3 if own_gemm else 2)] * 2)
-    files = require_short(call, plan, lambda: ops.gemm_all_reduce(call.x, call.weight, call.group))
-    assert driver.asked == ["cuLaunchKernel"] * 2  # beside that of torch's GEMM
-    assert ("ops/gemm.py" in files) is not own_gemm

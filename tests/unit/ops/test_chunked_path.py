@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +16,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_flux import cuda_driver, ops
+from megatron_flux import cuda_driver
 from megatron_flux.comm import host_link, host_progress
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.backend import BackendPlan
 from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.call import OperatorCall
 from tests.unit.comm.test_host_schedule import Driver, Ranks, run
 from tests.unit.groups import SizedGroup, group_of
 from tests.unit.ops.fakes import OnGpu
-from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
@@ -354,28 +352,3 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
         now[0] = waits_on
         pending.wait()
         assert [stream for address, stream in recorded if address == transport.theirs] == expected
-
-
-def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
-    """Two pieces of two chunks each: four driver calls for a chunk, two at the end, and those between streams."""
-    (_, group), *_ = scene.on_ranks()
-    x, w, whole, v = integers(MP, 25), integers(N, 25), integers(2 * MP, K), integers(25, K)
-    calls = (
-        OperatorCall("all_gather_gemm", x, w, group),
-        OperatorCall("gemm_reduce_scatter", whole, v, group),
-    )
-    most = {"all_gather_gemm": 52, "gemm_reduce_scatter": 60}
-    asked = {
-        "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
-        "gemm_reduce_scatter": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1, "add": 1},
-    }
-    for call in calls:
-        state_of(group).plans["auto", call.spec] = plan = BackendPlan(scene.backend, call)
-        plan.counted = call.operator, "chunked"
-        more = {"return_gathered": True} if call.operator == "all_gather_gemm" else {}
-        made = functools.partial(getattr(ops, call.operator), call.x, call.weight, group, **more)
-        made()
-        scene.cuda.asked.clear()
-        functions = called(made)
-        assert len(functions) <= most[call.operator], functions
-        assert Counter(scene.cuda.asked) == asked[call.operator]

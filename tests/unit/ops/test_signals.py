@@ -81,16 +81,6 @@ def test_signals_that_are_ignored_stay_ignored(heard: list[int]) -> None:
     assert all(map(ignored, python_ignores))
 
 
-def test_a_compile_that_begins_after_a_theft_does_not_keep_the_thief(heard: list[int]) -> None:
-    """The first is still in it."""
-    with kept:
-        steal(*TAKEN)
-        with kept:
-            pass
-    send()
-    assert heard == list(TAKEN)
-
-
 def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:
     """``kernel[grid](...)`` stands in one place; a warm cache or another triton would hide a second one."""
     package = Path(megatron_flux.__file__).parent

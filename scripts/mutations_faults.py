@@ -1045,7 +1045,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/tuner/candidates.py",
         "if call.fp8 is not None and call.fp8.promoted:",
         "if call.fp8 is not None and call.fp8.blocks:",
-        ("tests/unit/ops/test_plan.py::test_so_does_one_in_fp8_unless_two_teams_share_a_tile",),
+        ("tests/unit/ops/test_plan.py::test_another_m_may_want_tiles_of_the_other_width_unless_two_teams_share_one",),
     ),
     Fault(
         "wrong bytes are a fast link", "megatron_flux/ops/timing.py", "if not torch.equal", "if 0 * torch.equal", LINKS

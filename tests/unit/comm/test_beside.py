@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_flux.comm import links
 from megatron_flux.comm.group_state import state_of
@@ -47,22 +46,7 @@ def test_the_rule(
     assert caplog.text.count("set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts") == helps, "once, if it helps"
 
 
-def with_options(options: Any) -> Any:
-    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-
-
-def no_backend(device: torch.device) -> None:
-    raise RuntimeError("no backend for cuda")
-
-
-@pytest.mark.parametrize(
-    ("group", "high"),
-    [
-        (with_options(SimpleNamespace(is_high_priority_stream=True)), True),
-        (with_options(SimpleNamespace(is_high_priority_stream=False)), False),
-        (with_options(None), False),
-        (SimpleNamespace(_get_backend=no_backend), False),
-    ],
-)
-def test_priority_is_read_from_the_groups_options(group: Any, high: bool) -> None:
-    assert links._has_high_priority(group) is high
+def test_priority_is_read_from_the_groups_options() -> None:
+    for options, high in ((SimpleNamespace(is_high_priority_stream=True), True), (None, False)):
+        group: Any = SimpleNamespace(_get_backend=lambda _, options=options: SimpleNamespace(options=options))
+        assert links._has_high_priority(group) is high

@@ -13,25 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_flux import cuda_driver
 from megatron_flux.comm import host_schedule
 from megatron_flux.comm.host_schedule import (
-    BEGUN,
-    BUSY,
     EMPTY,
-    EPOCH,
-    HEAD,
-    LINE,
-    MIB,
-    PAGE,
-    POSITION,
     Layout,
     Program,
-    chunks,
-    progress_word,
 )  # fmt: skip
 from megatron_flux.comm.lanes import DOWN, LANES, Batch, Behind, Mark, read, store
 from megatron_flux.cuda_driver import WRITE, WordOp
@@ -187,32 +175,6 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
         }
         for kind in ("gather", "exchange", "exchange", "gather")[: 4 if tp <= 3 else 3]:
             ranks.every_order(kind, programs[kind], one_queue, rng)
-
-
-@given(tp=st.integers(2, 8), slot_bytes=st.sampled_from([5000, 2 * MIB]), slots=st.integers(3, 6))
-def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None:
-    layout = Layout(tp, slot_bytes, slots)
-    starts = sorted(layout.slot(use) for use in range(slots))
-    assert layout.slot(slots) == layout.slot(0)
-    assert all(after - before >= slot_bytes for before, after in itertools.pairwise(starts))
-    assert all(start % PAGE == 0 for start in starts)
-    assert starts[-1] + slot_bytes <= layout.region_bytes
-    words = [word for reader in range(tp) for word in layout.words_of(reader)]
-    assert len(set(words)) == len(words)
-    assert set(words) <= set(layout.own_words())
-    assert max(words) + LINE <= starts[0]
-    counters = [BEGUN, *(progress_word(lane, what) for lane in LANES for what in (EPOCH, POSITION, BUSY))]
-    assert len(set(counters)) == len(counters)
-    assert max(counters) + 4 <= HEAD <= min(words)
-
-
-@given(first=st.integers(0, 10**6), total=st.integers(0, 10**6), most=st.integers(600, 10**6))
-def test_chunks_cover_everything_once(first: int, total: int, most: int) -> None:
-    parts = chunks(first, first + total, most)
-    assert len(parts) == -(-total // most)
-    assert [offset for offset, _ in parts] == [first + sum(n for _, n in parts[:i]) for i in range(len(parts))]
-    assert sum(nbytes for _, nbytes in parts) == total
-    assert all(0 < nbytes <= most for _, nbytes in parts)
 
 
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:

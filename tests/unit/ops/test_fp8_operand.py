@@ -59,20 +59,6 @@ def displaced(operand: Fp8Operand) -> Fp8Operand:
     return Fp8Operand(data, operand.dtype, scales, operand.scaling)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
-def test_shards_have_their_own_scales(scaling: str) -> None:
-    parts = [quantized(numbers(6, 256) * 10**r, scaling) for r in range(3)]
-    data = torch.cat([part.data for part in parts])
-    stacked = torch.stack([part.scale_inv for part in parts])
-    whole = Fp8Operand(data, E4M3, stacked, scaling, 3)
-    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
-    assert torch.equal(whole.shard(2).dequantized(), parts[2].dequantized())
-    assert whole.shard(1).data.data_ptr() == data[6:].data_ptr()
-    if scaling == "tensor":  # one scale is that of every shard
-        whole = Fp8Operand(data, E4M3, torch.tensor([2.0]), "tensor", 3)
-        assert torch.equal(whole.shard(1).dequantized(), whole.dequantized()[6:12])
-
-
 def test_shards_become_one_and_rows_are_repeated() -> None:
     parts = [quantized(numbers(6, 300) * 10**r, "1x128") for r in range(2)]
     stacked = torch.stack([part.scale_inv for part in parts])
@@ -94,13 +80,9 @@ def test_shards_become_one_and_rows_are_repeated() -> None:
     ("change", "said"),
     [
         ({"data": torch.zeros(4, 256)}, "uint8"),
-        ({"data": torch.zeros(256, 4, dtype=torch.uint8).t()}, "contiguous"),
-        ({"dtype": torch.uint8}, "float8_e5m2"),
-        ({"scale_inv": torch.ones(2, dtype=torch.float64)}, "fp32"),
         ({"scale_inv": torch.ones(2)}, "1 element"),
         ({"scaling": "rowwise"}, "1x128"),
         ({"scaling": "1x128"}, r"wanted: \[2, 4\]"),
-        ({"scaling": "128x128"}, r"wanted: \[1, 4\]"),
         ({"shards": 3}, "equal shards"),
         ({"shards": 2, "scaling": "1x128"}, r"wanted: \[2, 2, 4\]"),
     ],

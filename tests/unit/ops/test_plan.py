@@ -38,7 +38,9 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
 
 
 @pytest.mark.parametrize(("split", "wanted"), [(None, 128), (False, 128), (True, 256)])
-def test_so_does_one_in_fp8_unless_two_teams_share_a_tile(split: bool | None, wanted: int) -> None:
+def test_another_m_may_want_tiles_of_the_other_width_unless_two_teams_share_one(
+    split: bool | None, wanted: int
+) -> None:
     m, n, k, fp8 = 3520, 512, 128, None
     x, weight = torch.zeros(m, k).bfloat16(), torch.zeros(n, k).bfloat16()
     if split is not None:
@@ -69,13 +71,6 @@ def test_sms_that_no_round_needs_add_partials() -> None:
     assert not first(8192, 3584, True)
     assert not first(8192, 7168, False)
     assert not first(33 * 256, 7168, True, mp=128)
-    assert not by_rule(RS, 2048, 8192, 7168, 4, 132, ws=True).dedicated_reducers
-    for n in (8192, 33 * 256):
-        for found in (
-            candidates(RS, 128, n, 7168, 4, 132, True),
-            *(candidates(RS, 128, n, 7168, 4, 132, True, promoted=p) for p in (False, True)),
-        ):
-            assert {plan.dedicated_reducers for plan in found} == ({True, False} if n == 8192 else {False})
 
 
 # What a half's flags are enough for; ops/fused.py raises otherwise.
@@ -99,11 +94,8 @@ def test_no_candidate_needs_more_flags_than_there_are(
     for plan in found:
         call = OperatorCall(op, x, weight, group_of(tp))
         made(call, plan).bytes_of_half(call)
-    if (op, m, n) == (RS, 131072, 16384):
-        assert found, "wide tiles fit"
-        assert all(plan.bn == 256 for plan in found)
-    if (op, m, n) == (RS, 262144, 16384):
-        assert found == [], "stock runs it"
+    if op == RS and n == 16384:
+        assert bool(found) == (m == 131072), "stock runs what is larger"
 
 
 @pytest.mark.parametrize("mp", [256, 260, 130, 120])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.bench import ops, peers, tune
-from megatron_flux.bench.options import LayerOptions, OpsRun, PeersRun, TuneRun, layer_run
+from megatron_flux.bench import ops
+from megatron_flux.bench.options import LayerOptions, OpsRun, layer_run
 from megatron_flux.errors import UserError
 from megatron_flux.run.rank import MEASURED
 from megatron_flux.train.options import LORA_TARGETS
@@ -33,15 +33,9 @@ def dry(run: Run, *words: str) -> dict[str, Any]:
     ("arguments", "said"),
     [
         (["--preset", "gpt5"], ["'gpt5'", "gpt3-175b, gpt3-6.7b, llama2-7b"]),
-        (["--preset", ","], ["--preset : no name", "gpt3-175b"]),
-        (["--tokens", "1k"], ["--tokens 1k", "valid integer"]),
-        (["--tokens", "1024,0"], ["--tokens 0", "greater than 0"]),
         (["--tokens", "1025"], ["1025 tokens", "8 GPUs"]),
         (["--set", "linears=qkv,mlp"], ["--set linears mlp", "'qkv', 'proj', 'fc1' or 'fc2'"]),
-        (["--directions", "back"], ["--directions back", "'forward', 'dgrad' or 'decode'"]),
         (["--directions", "decode", "--set", "linears=qkv"], ["proj and fc2 alone"]),
-        (["--fp8", "mxfp8"], ["--fp8 mxfp8", "'delayed', 'current' or 'blockwise'"]),
-        (["--tp", "1"], ["--tp 1", "greater than or equal to 2"]),
         (["--tp", "16"], ["llama2-70b: 8 key/value heads", "16 GPUs"]),
     ],
 )
@@ -63,12 +57,6 @@ def test_calls_of_a_dry_run(run: Run) -> None:
         "delayed",
         "blockwise",
     ] * 2
-    decode = dry(run, "bench", "ops", "--preset", "llama2-70b", "--directions", "decode", "--tp", "4")["calls"]
-    assert [(c["op"], c["layer"], c["m"]) for c in decode[:3]] == [
-        ("gemm_all_reduce", "proj", 1),
-        ("gemm_all_reduce", "fc2", 1),
-        ("gemm_all_reduce", "proj", 2),
-    ]
     found = dry(run, "tune", "--set", "cache=mine.json")
     # Eight GPUs unless said otherwise; three models, five sizes, two directions, four linears.
     assert (found["config"]["tp"], len(found["calls"])) == (8, 3 * 5 * 2 * 4)
@@ -101,16 +89,6 @@ def test_ranks_start_with_multicast_off(
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "UB_SKIPMC": "1",
     }
-    started.clear()
-    assert "4 calls on 4 GPUs" in run("tune", *FEW, "--force", "--set", "cache=deep/tuned.json")
-    ((module, text, _), _) = started[0]
-    tuned = TuneRun.model_validate_json(text)
-    assert (module, tuned.force, tuned.cache) == (tune.__name__, True, Path.cwd() / "deep" / "tuned.json")
-    started.clear()
-    run("bench", "peers", "--out", "peers", "--arms", "nccl,flux")
-    ((module, text, ranks), _) = started[0]
-    wanted = PeersRun.model_validate_json(text)
-    assert (module, ranks, wanted.arms, wanted.out) == (peers.__name__, 4, ["nccl", "flux"], Path("peers"))
 
 
 def test_a_launchers_rank_starts_nothing(
@@ -136,14 +114,6 @@ def test_modes_of_layers() -> None:
     ]
     assert made.workloads[0].label == "llama2-70b-1x1-decode-context-2048-no-sp"
     assert made.workloads[3].cache_shape(4) == (2049, 512, 2, 128)
-    made = layer_run(
-        LayerOptions(preset=["llama2-70b"], fp8=["current", "blockwise"], sequence_parallel=False, frozen=True), 4
-    )
-    assert (made.cuda_graphs, made.burst) == (False, 3)
-    assert [w.label for w in made.workloads] == [
-        f"llama2-70b-4096x2-{fp8}-no-sp-frozen" for fp8 in ("current", "blockwise")
-    ]
-    assert [w.model_dump()["lora"] for w in made.workloads] == [None, None]
     for targets, label in ((list(LORA_TARGETS), "lora16"), (["linear_qkv"], "lora16-linear_qkv")):
         (workload,) = layer_run(LayerOptions(preset=["llama2-70b"], lora=16, lora_targets=targets), 4).workloads
         assert (workload.frozen, workload.lora, workload.lora_targets) == (True, 16, tuple(targets))
@@ -153,22 +123,16 @@ def test_modes_of_layers() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"preset": ["gpt5"]}, "'gpt5'"),
         ({"variants": ["te", "fast"]}, "'fast'.*unsynchronised"),
         ({"variants": ["flux_te:speed=9"]}, "no setting 'speed'; use one of: backend, "),
-        ({"variants": ["flux_te:gather_ahead=often"]}, "flux_te:gather_ahead=often: Input should be a valid boolean"),
         ({"variants": ["flux_te:backend=warp"]}, "flux_te:backend=warp: unknown backend 'warp'; use one of: auto, "),
         ({"variants": ["te:backend=fused"]}, "only flux has settings"),
-        ({"backend": "warp"}, "unknown backend 'warp'"),
         ({"seq_length": 4097}, "4097 tokens a sequence"),
         ({"cuda_graphs": True, "variants": ["unsynchronised"]}, "nothing waits"),
         ({"cuda_graphs": True, "variants": ["te", "fsdp_bf16"]}, "cannot capture FSDP2"),
-        ({"cuda_graphs": True, "fp8": ["current"]}, "cannot capture"),
         ({"cuda_graphs": True, "link": "p2p"}, "over the link p2p"),
         ({"mode": "prefill", "frozen": True}, "has no gradients"),
-        ({"mode": "decode", "lora": 8}, "has no gradients"),
         ({"preset": ["mixtral-8x7b"], "fp8": ["current"]}, "experts are measured in trainings in bf16"),
-        ({"preset": ["mixtral-8x7b"], "mode": "prefill"}, "mixtral-8x7b-4096x2-prefill: experts are measured in"),
         ({"delay_wgrad": True}, "gpt3-175b-2048x4-delay-wgrad: --delay-wgrad is for layers of experts"),
         ({"preset": ["mixtral-8x7b"], "delay_wgrad": True, "frozen": True}, "whose weights are trained"),
         ({"lora": 12}, r"12 columns of A \(--lora\) cannot be divided among 8"),

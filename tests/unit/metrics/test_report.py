@@ -133,14 +133,3 @@ def test_the_slowest_among_many_ranks() -> None:
     assert own["flux, rank 77 on node-9"] == "945.0"
     assert shown.caption == "Listed are the 16 slowest of 128."
     assert len(shown.rows) == 32
-
-
-def test_several_runs(tmp_path: Path) -> None:
-    runs = [full_run(tmp_path / "first"), full_run(tmp_path / "second", shape={"hidden_size": 128}, lr=1.0)]
-    file = write_report(runs, tmp_path / "out")
-    assert file == tmp_path / "out" / "report.html"
-    text = file.read_text()
-    assert "<title>2 runs</title>" in text
-    assert re.search(r"shape.hidden_size</th><td>64</td><td>128</td>", text)
-    assert re.search(r"lr</th><td>0.001</td><td>1.0</td>", text)
-    assert '<a href="#run2">second</a>' in text

@@ -31,10 +31,6 @@ def piped(summary: dict[str, Any], encoding: str = "utf-8") -> str:
     return raw.getvalue().decode(encoding)
 
 
-def line(text: str, label: str) -> list[str]:
-    return next(item for item in text.splitlines() if item.strip().startswith(label)).strip()[len(label) :].split()
-
-
 @pytest.mark.parametrize("columns", ["20", "200"])
 def test_a_table_is_neither_cut_nor_coloured_in_a_pipe(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -46,20 +42,6 @@ def test_a_table_is_neither_cut_nor_coloured_in_a_pipe(monkeypatch: pytest.Monke
     assert lines[-2].split() == ["a" * 90, "b", "[red]", "1.0"]
     assert lines[-1] == "n" * 300
     assert "\x1b" not in file.getvalue()
-
-
-def test_unknown_and_odd_values() -> None:
-    nan = piped(comparison(**{"lm loss": float("nan"), "mfu": None}))
-    assert line(nan, "loss, last step")[1] == "NaN"
-    assert line(nan, "MFU") == ["40.0", "%", "—"]
-    assert line(nan, "largest relative loss difference:")[0] == "NaN"
-    empty = piped(summarize([], [], {}))
-    assert line(empty, "step time, median (ms)") == ["—", "—"]
-    assert "peak memory" not in empty
-    assert "note: There are no records of flux." in empty
-    assert empty.splitlines()[-1].startswith("no comparison")
-    plain = piped(comparison(**{"flux/fallbacks": {"raison d'être": 1}}), encoding="ascii")
-    assert "1 call: raison d'?tre" in plain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""CUDA graphs of a model, with helpers of megatron-core that only count, and the generators that they know."""
+"""The random state of a checkpoint, and the generators that CUDA graphs know."""
 
 from types import SimpleNamespace
 

@@ -26,7 +26,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, for_fp8
-from tests.unit.ops.fakes import AFTER, BEFORE, SIDE, STREAM, Gpu, OnGpu, Work, gpu, no_launch, on_gpu
+from tests.unit.ops.fakes import AFTER, BEFORE, SIDE, STREAM, Gpu, OnGpu, Work, called, gpu, no_launch, on_gpu
 
 __all__ = ["gpu"]  # a fixture
 
@@ -68,6 +68,9 @@ def test_all_gather_gemm_enqueues_copies_before_the_kernel(gpu: Gpu) -> None:
             assert [id(one) for one in launched[1:]] == [id(one) for one in (x, weight, y, x)]
     assert gpu.operands == ("xd", "b", "c", "x")
     assert backend.plans == 1
+    functions = called(lambda: ops.all_gather_gemm(x, weight, gpu.group, return_gathered=True, backend="one way"))
+    assert len({name.partition(":")[0] for name in functions}) <= 8, "the path a reader has to follow stays short"
+    assert len(functions) <= 20, functions
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "blocks"])

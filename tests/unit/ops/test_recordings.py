@@ -18,7 +18,7 @@ from megatron_flux.ops import recordings
 from megatron_flux.ops.backends.chunked import ChunkedPlan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.recordings import Recordings
-from tests.unit.ops.test_call_path import called
+from tests.unit.ops.fakes import called
 from tests.unit.ops.test_chunked_path import MP, Scene, integers, scene
 
 __all__ = ["scene"]

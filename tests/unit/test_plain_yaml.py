@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_flux import plain_yaml
-from megatron_flux.cli.command_line import read_file
 from megatron_flux.errors import UserError
 from megatron_flux.slurm.profile import Profile
-from megatron_flux.train.options import TrainOptions
 
 WRITTEN = "12:00:00 1:30 0123 0o17 0x1f 1_000 +5 1e3 12.10 .inf no off 2026-11-25 -0"
 
@@ -62,13 +60,3 @@ def test_a_profile_has_what_was_written(tmp_path: Path) -> None:
     assert own.training == {"lr": "0.10", "steps": 7}
     with pytest.raises(UserError, match=r"environment\.A True: input should be a valid string; put it in quotes"):
         profile(tmp_path, "environment: {A: true}")
-
-
-def test_options_from_a_file_have_what_was_written(tmp_path: Path) -> None:
-    file = tmp_path / "options.yaml"
-    file.write_text("lr: 1e-4\nwandb_project: 0123\nwandb_tags: [1.10]\nstrict: yes\nlink: none\nsteps: 7\n")
-    options = TrainOptions(**read_file(file, TrainOptions))
-    assert (options.lr, options.wandb_project, options.wandb_tags) == (1e-4, "0123", ["1.10"])
-    assert (options.strict, options.link, options.steps) == (True, "none", 7)
-    file.write_text("wandb_project: 2026")
-    assert TrainOptions(**read_file(file, TrainOptions)).wandb_project == "2026"

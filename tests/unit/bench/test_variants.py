@@ -40,14 +40,8 @@ def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         for name in ("te", "local", "flux_te", "flux_local", "no_communication"):
             assert variants.why_not(name, TRAINED, GPU, link) is None
-    eight_bit = "flux_te:backend=chunked_int8"
-    assert variants.why_not(eight_bit, TRAINED, GPU, "p2p") is None
-    assert "8-bit wire formats are for the links host and p2p" in str(
-        variants.why_not(eight_bit, TRAINED, GPU, "nvlink")
-    )
     assert variants.why_not("local", fp8, GPU, "nvlink") == "megatron-core's own linears have no FP8"
     assert variants.why_not("te_ub", fp8, GPU, "nvlink") == "TransformerEngine's userbuffers take no FP8 in blocks"
-    assert variants.why_not(eight_bit, fp8, GPU, "host") == "in FP8 the bytes themselves are sent"
     for name in ("local", "te_ub"):
         assert "in TransformerEngine's layers" in str(variants.why_not(name, EXPERTS, GPU, "nvlink"))
     assert variants.why_not("flux_te", EXPERTS, GPU, "nvlink") is None

@@ -1,6 +1,5 @@
 """However a command ends, the last line says why."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -42,34 +41,15 @@ def end(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-@pytest.mark.parametrize("rank", [None, "3"])
 def test_the_last_line_is_the_cause(
-    error: BaseException,
-    code: int,
-    said: str,
-    rank: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    account = tmp_path / "error.json"
-    if rank is None:
-        monkeypatch.delenv("RANK", raising=False)
-    else:
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(account))
-    monkeypatch.setattr("megatron_flux.run.rank.end_with_parent", lambda: None)  # pytest is no rank's process
+    monkeypatch.delenv("RANK", raising=False)
     assert end(monkeypatch, error) == code
     lines = capsys.readouterr().err.strip().splitlines()
-    if rank is not None and isinstance(error, UserError):
-        assert lines == [], "rank 0 says it for all"
-    else:
-        assert lines[-1] == f"megatron-flux: error: {'' if rank is None else 'rank 3: '}{said}"
+    assert lines[-1] == f"megatron-flux: error: {said}"
     assert ("Traceback" in "\n".join(lines)) is not isinstance(error, KeyboardInterrupt | UserError)
     assert "Aborted" not in "\n".join(lines)
-    if rank is not None and isinstance(error, Exception):
-        # The launcher reads it, and names the error after its own kind.
-        assert json.loads(account.read_text())["message"]["message"] == f"{type(error).__name__}: {error}"
 
 
 def test_a_reader_that_leaves_is_said_in_one_line() -> None:

@@ -43,10 +43,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, peer_access: bool = True, 
     ("count", "nvlink", "asked", "said"),
     [
         (0, "nvlink", "host", "tuned (CPU twin, link host): no GPU"),
-        (1, "nvlink", "", "not used: tensor parallelism needs two GPUs"),
         (4, "nvlink", "", "tuned: fused kernels as measured"),
         (4, "p2p", "p2p", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
-        (4, "nvlink", "host", "tuned: chunked where it is measured to be faster than stock's collectives and GEMMs"),
     ],
 )
 def test_what_auto_is(monkeypatch: pytest.MonkeyPatch, count: int, nvlink: str, asked: str, said: str) -> None:

@@ -22,16 +22,12 @@ def config(cli: Cli, name: str, *words: str | Path) -> dict[str, Any]:
     ("words", "message"),
     [
         ("compare --steps many", "--steps many: input should be a valid integer"),
-        ("compare --wire fp8", "--wire fp8: input should be 'exact' or 'int8'"),
         ("compare --set steps", "--set steps: give NAME=VALUE, such as timeout=1800"),
         ("compare --set stepz=3", "--set stepz=3 is no option of this command; did you mean steps?"),
-        ("compare --set lr=1 --set lr=2", "--set lr is given twice; give it once"),
         ("compare --timeout 3", "--timeout is an option of files: give --set timeout=VALUE; see megatron-flux compare"),
         ("compare --lr", "--lr: expected one argument; see megatron-flux compare --help"),
         ("doctor --jsn", "no such option: --jsn, did you mean --json?; see megatron-flux doctor --help"),
-        ("quant fold", "the following arguments are required: CHECKPOINT, OUT; see megatron-flux quant fold --help"),
         ("slurm render", "--profile is required; see megatron-flux slurm render --help"),
-        ("trains", "no such command: trains; did you mean train?"),
         ("slurm sumbit", "no such command: slurm sumbit; did you mean slurm submit?"),
     ],
 )

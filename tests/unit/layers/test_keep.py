@@ -110,18 +110,13 @@ def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
     ("backend", "link", "wanted", "keeps"),
     [
         ("reference", "none", None, False),
-        ("reference", "none", True, True),
-        ("chunked", "none", None, True),
         ("chunked", "p2p", None, True),
         ("chunked_int8", "host", None, True),
         ("chunked", "nvlink", None, False),
-        ("chunked", "nvlink", True, True),
         ("chunked", "host", False, False),
         ("tuned", "host", None, True),
         ("tuned", "p2p", None, False),  # unless it was asked for
-        ("tuned", "nvlink", None, False),
         ("tuned", "nvlink", True, False),
-        ("fused", "nvlink", True, False),
     ],
 )
 def test_where_it_is_worth_it(

@@ -13,8 +13,8 @@ import pytest
 from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all
-from megatron_flux.metrics.report.training import chapter, ranks_part
-from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
+from megatron_flux.metrics.report.training import chapter
+from tests.unit.metrics.metrics_records import Record, interleaved, write_run
 from tests.unit.metrics.report_runs import full_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
@@ -113,23 +113,3 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     assert dict(full["findings"].rows)["GPU clocks held down"] == "sw_power_cap in 10, of 10 samples"
     empty = parts(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)))
     assert not [part.id for part in empty.values() if part.figure is not None]
-
-
-def test_the_slowest_among_many_ranks() -> None:
-    ranks = range(128)
-    # Of stock nothing is seen but steps of the same length: ranks wait for each other.
-    flux = {"operators_ms": [55.0 if rank == 77 else 100.0 + rank % 5 for rank in ranks], "step_ms": [1000.0] * 128}
-    placed = {"nodes": [f"node-{number}" for number in range(16)], "node_of_rank": [rank // 8 for rank in ranks]}
-    variants = {
-        name: [sampled_record(n, flux=name == "flux", ranks=128) for n in (1, 2)] for name in ("baseline", "flux")
-    }
-    for name, records in variants.items():
-        for item in records:
-            item["flux/run"] |= placed
-            item["flux/ranks"] |= flux if name == "flux" else {"operators_ms": [0.0] * 128}
-    shown = ranks_part(variants)
-    assert isinstance(shown, Part)
-    own = {row[0]: row[1] for row in shown.rows}
-    assert own["flux, rank 77 on node-9"] == "945.0"
-    assert shown.caption == "Listed are the 16 slowest of 128."
-    assert len(shown.rows) == 32

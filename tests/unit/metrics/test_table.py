@@ -72,8 +72,6 @@ def test_verdict_tells_what_was_not_compared() -> None:
     ("info", "changes", "said"),
     [
         (CPU, STOCK, "reference: no GPU"),
-        ({}, STOCK, "reference: no GPU"),  # of a run folder without config.json
-        (CPU, {}, "no GPU"),
         (
             CPU | {"link": "host"},
             {"flux/calls": [{"backend": "tuned: chunked"}, {"backend": "tuned: reference"}]},

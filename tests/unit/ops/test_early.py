@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -17,7 +16,6 @@ from megatron_flux.comm.slab import Slab
 from megatron_flux.kernels import ahead, launch
 from megatron_flux.kernels import transpose as transposes
 from megatron_flux.ops import early, fused_gather
-from megatron_flux.patch import patcher
 
 LIMIT = 600 * 10**9  # nanoseconds
 GPU = torch.device("cuda", 0)
@@ -72,26 +70,3 @@ def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.M
     for kernel, arguments, constants in launched:
         assert ahead.job_of(kernel, arguments, constants, 90) in jobs, kernel.__name__
         assert launch.key_of(kernel, arguments, constants, 0) in ahead.ahead
-
-
-@pytest.mark.parametrize(("tp", "patched", "link", "asked"), [
-    (2, True, None, True), (1, True, None, False), (2, False, None, False), (2, True, "host", False),
-])  # fmt: skip
-def test_a_model_on_gpus_under_patch_has_them_compiled(
-    tp: int, patched: bool, link: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = SimpleNamespace(model_parallel_is_initialized=lambda: True, get_tensor_model_parallel_world_size=lambda: tp)
-    monkeypatch.setitem(patcher.sys.modules, "megatron.core.parallel_state", state)
-    monkeypatch.setattr(patcher, "_replacements", [object()] if patched else [])
-    monkeypatch.setattr(patcher, "_linears", object())
-    monkeypatch.setattr(patcher, "_install", lambda _: None)
-    monkeypatch.setattr(patcher, "_of_wrappers", lambda _: ())
-    monkeypatch.setattr(patcher.links, "asked", lambda: link)
-    seen: list[Any] = []
-    monkeypatch.setattr(early, "compile_small_kernels", lambda *of: seen.append(of))
-    parameter: Any = SimpleNamespace(is_cuda=True, device=GPU, get_device=lambda: 0)
-    patcher._begin_model(nn.Module(), "weight", parameter)
-    assert seen == ([(tp, GPU)] if asked else [])
-    nn.Linear(2, 2)  # on CPUs, and a module without bias registers None
-    nn.Linear(2, 2, bias=False)
-    assert len(seen) == asked

@@ -1,13 +1,9 @@
-"""``bench peers`` without ranks: options, reasons to leave an arm out, the check, the table."""
-
-from typing import Any
+"""``bench peers`` without ranks: options and the check of results."""
 
 import pytest
 import torch
 
 from megatron_flux.bench import peers
-from megatron_flux.bench.arms import ARMS
-from megatron_flux.bench.cases import Case
 from megatron_flux.errors import FluxError
 from megatron_flux.run.rank import MEASURED
 from tests.unit.bench.conftest import Run
@@ -34,24 +30,6 @@ def test_what_does_not_exist(run: Run, words: list[str], said: list[str]) -> Non
 def test_multicast_cannot_be_switched_on(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "7")
     assert f"{name}=7: bench peers compares without NVLink multicast" in run(*PEERS, "--dry-run", code=2)
-
-
-@pytest.mark.parametrize(
-    ("arm", "op", "fp8", "said"),
-    [
-        ("nccl", "gemm_all_reduce", None, None),
-        ("flux", "gemm_all_reduce", "current", None),
-        ("nccl_symm", "gemm_all_reduce", None, "NCCL 2.26.2 is too old for it: 2.27 or newer"),
-        ("torch_async_tp", "gemm_all_reduce", None, "it has no gemm_all_reduce that could run here"),
-        ("torch_async_tp", "all_gather_gemm", None, "torch's symmetric memory would use NVLink multicast"),
-    ],
-)
-def test_reasons(monkeypatch: pytest.MonkeyPatch, arm: str, op: str, fp8: Any, said: str | None) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 2))
-    monkeypatch.setattr(torch._C._distributed_c10d._SymmetricMemory, "has_multicast_support", lambda *_: True)
-
-    reason = ARMS[arm].why_not(Case(op, "toy", "fc1", "forward", 256, 128, 128, fp8), torch.device("cuda", 0))
-    assert reason == said if said is None else said in str(reason)
 
 
 def test_every_row_counts() -> None:

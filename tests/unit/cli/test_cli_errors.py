@@ -18,8 +18,6 @@ class OutOfTheOrdinary(BaseException):
 
 
 def end(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
-    """The exit code of a command that raises ``error``."""
-
     def examine() -> None:
         raise error
 

@@ -22,7 +22,6 @@ CPU = RESULTS / "report-cpu-tiny"
 
 @pytest.fixture(autouse=True)
 def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out five megabytes of a library."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
 
 
@@ -69,7 +68,6 @@ WRONG = [None, True, -1, 1e309, "x", "NaN", [], [None], {}, {"x": None}, "<b>&"]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested JSON."""
     yield at
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -77,7 +75,6 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
-    """A copy in which something is of another type, or gone."""
     value = copy.deepcopy(value)
     at = rng.choice(list(places(value))[1:])
     inner = value

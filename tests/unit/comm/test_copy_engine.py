@@ -23,7 +23,6 @@ EDGES = {
 
 
 def slabs(tp: int) -> list[Any]:
-    """A slab as every rank sees it; a half holds the buffer ``[tp * MP, K]`` of int16."""
     size = 2 * tp * MP * K
     data = [torch.full((2 * size,), 255, dtype=torch.uint8) for _ in range(tp)]
     flags = [torch.zeros(2 * FLAG_WORDS, dtype=torch.int32) for _ in range(tp)]

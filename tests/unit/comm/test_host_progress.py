@@ -27,8 +27,6 @@ ME = 1
 
 
 class Bell:
-    """In place of the alarm."""
-
     seconds = 10.0
 
     def __init__(self, *_: Any) -> None:

@@ -69,8 +69,6 @@ def driven(batch: Batch) -> list[Params]:
 
 
 class Ranks:
-    """The memory of all ranks of a group."""
-
     at_rest = EMPTY
 
     def __init__(self, layout: Layout) -> None:
@@ -142,7 +140,6 @@ class Ranks:
 
 
 def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
-    """Everything, in an order of chance."""
     places = [0] * len(queues)
     while True:
         left = [i for i, queue in enumerate(queues) if places[i] < len(queue)]
@@ -178,7 +175,6 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
 
 
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else does, of a flush."""
     monkeypatch.setattr(cuda_driver, "library", Driver())
     table = cuda_driver.table([WordOp(WRITE, 0, 0)])
     kept, laid_out = weakref.ref(table), cuda_driver.call_of(table, 7)

@@ -4,7 +4,6 @@ import ctypes
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -98,21 +97,3 @@ def test_every_block_comes_once_and_nobody_is_idle(tp: int) -> None:
             got = Counter((move.target, move.origin) for moves in rounds for move in moves)
             assert got == Counter((a, b) for a in range(tp) for b in range(tp) if a != b)
             assert kind == "gather" or all(move.origin == move.source for moves in rounds for move in moves)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "roots", "islands"),
-    [
-        ((0, 0, 1, 1), "abcd", ((0, 1), (2, 3))),
-        ((1, 0, 1, 0), "aaab", ((0, 2), (1, 3))),
-        ((0, 0, 0, 0), "abba", ((0, 3), (1, 2))),
-        ((None, 0, 1, 1), "aabb", ((0, 1), (2, 3))),
-        ((0, 0, 0, 1), "aaaa", None),
-        ((0, 0, 1, 2), "abcd", None),
-        ((0, 1), "ab", None),
-        ((None, None, None, None), (None,) * 4, None),
-    ],
-)
-def test_islands(nodes: Any, roots: Any, islands: Any) -> None:
-    gpus = [{"numa_node": node, "root_complex": root} for node, root in zip(nodes, roots, strict=True)]
-    assert p2p_link.find_islands(gpus) == islands

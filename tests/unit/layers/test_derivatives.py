@@ -14,8 +14,6 @@ K, N = 24, 40
 
 
 class Scale:
-    """The least that is a norm."""
-
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
         return x * weight, None, x.new_ones(len(x))
 

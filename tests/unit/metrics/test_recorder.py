@@ -46,7 +46,6 @@ def test_each_record_is_in_the_file_when_write_returns(path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 2.5])
 def test_round_trip(path: Path, loss: float) -> None:
-    """Every documented field, and one that is not."""
     written = sampled_record(
         1, flux=True, **{"flux/fallbacks": {'réason "x"\n</script>': 3}, "mfu": None, "own": "NaN"}
     )
@@ -123,7 +122,6 @@ def test_malformed_line_is_one_line_with_file_and_number(path: Path, line: bytes
 
 
 def polled(tail: RecordTail) -> int:
-    """Return the number of records so far."""
     tail.poll()
     return len(tail.records)
 

@@ -26,7 +26,6 @@ INFO: dict[str, Any] = {
 
 
 def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
-    """Nothing was sampled."""
     variants = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
     variants["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
     variants["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
@@ -35,7 +34,6 @@ def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
 
 @pytest.fixture(autouse=True)
 def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out five megabytes of a library."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "plotly.js")
 
 

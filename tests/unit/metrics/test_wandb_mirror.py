@@ -79,7 +79,6 @@ def steps(path: Path) -> list[int]:
 
 
 def items(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of one type in a .wandb file."""
     found = map(json.loads, inspect(path).splitlines())
     return [item for item in found if item["type"] == kind]
 
@@ -187,7 +186,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_failure_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException | None
 ) -> None:
-    """At the start, and while a record is written."""
     fake = fake_wandb(monkeypatch, error)
     with mirror("offline", tmp_path) as broken:
         for n in (1, 2, 3):

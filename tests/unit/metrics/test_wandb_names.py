@@ -28,7 +28,6 @@ def names(out: Path, *, load: Path | None = None, **options: Any) -> description
 
 
 def test_folders_of_one_name_are_different_groups(tmp_path: Path) -> None:
-    """And so is one that is overwritten."""
     found = {names(tmp_path / day / "x", overwrite=True).group for day in ("monday", "tuesday", "monday")}
     assert all(re.fullmatch(ALONE, group) for group in found)
     assert len(found) == 3

@@ -119,8 +119,6 @@ def no_launch(*_: Any, **__: Any) -> None:
 
 
 class OneWay(Backend):
-    """A backend that gives every call the same configuration."""
-
     needs_cuda = True
     name = "one way"
 
@@ -183,7 +181,6 @@ class Gpu:
         self.work = work
 
     def backend(self, config: Any = None) -> OneWay:
-        """Register a backend ``one way``."""
         backend = OneWay(config)
         self._patch.setitem(registry._backends, "one way", backend)
         return backend

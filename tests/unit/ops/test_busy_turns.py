@@ -35,7 +35,6 @@ class Turns:
         self.trial.begun |= {1: -1, 2: -1}
 
     def tick(self, ms: float) -> None:
-        """Let the host be busy for so long."""
         self.clock += ms / 1e3
 
     def call(self, *, idle: bool | set[int], ms: dict[int, float], m: int = 4096) -> bool:
@@ -118,34 +117,8 @@ def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest
     assert decided(turns, each) == UNMEASURED
 
 
-@pytest.mark.parametrize(("stock", "runs"), [(1.3, None), (3.0, 2)])
-@pytest.mark.parametrize("share", [0.0, 0.15])
-def test_stock_takes_part_where_its_times_are_known(
-    monkeypatch: pytest.MonkeyPatch, stock: float, runs: int | None, share: float
-) -> None:
-    """It loses no more of the GPU's time than it gains of the host's. While all calls run stock the GPU is behind the
-    host, and that counts where it is not, once they have run others.
-    """
-    draw, busy = random.Random(0), (False, {0: stock, 1: 1.0, 2: 1.08})
-    for _ in range(20):
-        turns = Turns(monkeypatch, CHUNKED)
-        turns.host = {0: 0.2, 1: 0.6, 2: 0.7}
-        found = decided(turns, lambda: busy if turns.calls < 14 or draw.random() < share else (True, BY_HOST))  # noqa: B023
-        assert (found.pieces, found.ms) == (runs, {})
-
-
 def medians(turns: list[Timed]) -> dict[int, float]:
     return {candidate: statistics.median(found) for candidate, found in effects_of(turns).items()}
-
-
-@pytest.mark.parametrize("fixed", [0.0, 0.2, 2.0], ids="fixed {}".format)
-def test_rows_do_not_decide(fixed: float) -> None:
-    """The slower one has the long calls, whose time a row is less; ``fixed`` is what every call takes."""
-    turns = [Timed(i, 64, (fixed + 0.064) * ratio) for i, ratio in ((0, 1.0), (1, 1.04))]
-    turns += [Timed(0, rows, fixed + 0.001 * rows) for rows in (32, 40, 48)]
-    turns += [Timed(1, rows, (fixed + 0.001 * rows) * 1.04) for rows in (100, 120, 128)]
-    found = medians(turns)
-    assert found[1] - found[0] == pytest.approx(math.log(1.04))
 
 
 def test_noise_and_an_outlier_do_not_decide() -> None:

@@ -23,7 +23,6 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """Kernels that were asked for; nothing compiles them."""
     asked: list[bytes] = []
 
     def submit(job: bytes) -> Future[Any]:

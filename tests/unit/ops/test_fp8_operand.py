@@ -50,7 +50,6 @@ def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def displaced(operand: Fp8Operand) -> Fp8Operand:
-    """Copy the operand to memory that begins elsewhere."""
     data, scales = (
         torch.cat([torch.zeros(1, dtype=of.dtype), of.flatten()])[1:].view(of.shape)
         for of in (operand.data, operand.scale_inv)

@@ -136,7 +136,6 @@ def test_gemm_all_reduce_is_one_launch(gpu: Gpu, config: AllReduceConfig, transp
     "operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather of rows", "all_gather transposed"]
 )
 def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is no plan of its own."""
     backend = FusedBackend("any m")
     backend.config = HOPPER
     monkeypatch.setitem(registry._backends, "any m", backend)
@@ -186,7 +185,6 @@ def test_a_slab_that_is_replaced_or_worn_out_is_left(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather", "gemm_all_reduce"])
 def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
-    """Plans of calls that never come again free it, too."""
     gpu.backend(CONFIGS.get(operator, HOPPER))
     CALLS[operator](gpu)
     old, memory = gpu.work, [weakref.ref(data) for data in gpu.work.data]
@@ -319,7 +317,6 @@ CONFIGS = {"all_gather": None, "gemm_all_reduce": AllReduceConfig(shots=2)}
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("operator", CALLS)
 def test_a_call_broken_off_poisons_its_slab(operator: str, first: bool, gpu: Gpu) -> None:
-    """Cases: the first launch, and later ones."""
     from megatron_flux.kernels import launch
 
     gpu.backend(CONFIGS.get(operator, HOPPER))

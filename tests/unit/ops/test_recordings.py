@@ -59,7 +59,7 @@ def call(backend: Any, made: dict[str, Recordings], group: Any, operator: str, *
     return getattr(backend, operator)(OperatorCall(operator, *operands, group, **how), None, made[operator])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_replays_among_other_calls_give_the_same_in_every_order(scene: Scene, seed: int) -> None:
     """Memory comes again but in one turn, on one rank. Calls that are never recorded are among them, open and closed.
     What a call reads is written just before it begins, and all its memory is written over as soon as it has ended.

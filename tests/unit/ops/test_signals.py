@@ -48,7 +48,6 @@ def send(numbers: tuple[int, ...] = TAKEN) -> None:
 
 
 def ignored(number: int) -> bool:
-    """Return whether the kernel has the signal ignored."""
     found = re.search(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
     assert found is not None
     return bool(int(found[1], 16) >> (number - 1) & 1)

@@ -67,8 +67,6 @@ class Recorder:
 
 
 class Tuned(TunedBackend):
-    """On recorders."""
-
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
         self.patch = patch.setattr
@@ -93,7 +91,6 @@ class Tuned(TunedBackend):
         return list(self.tuner.decisions(GROUP).trials.values())
 
     def forget(self) -> None:
-        """Begin as another process."""
         module._writer().submit(lambda: None).result()
         state_of(GROUP).tuned.pop(self.tuner, None)
 
@@ -475,7 +472,6 @@ def test_all_candidates_are_measured_whatever_ships(timed: Tuned) -> None:
 
 @pytest.fixture
 def over_host(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> Tuned:
-    """A group that talks through host memory."""
     monkeypatch.setattr(links, "probe", lambda group, device: Link("host", "asked for"))
     monkeypatch.setattr(keys, "by_chunks", lambda x, group: True)
     monkeypatch.setattr(transports, "why_none", lambda *_: None)

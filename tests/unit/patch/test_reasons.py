@@ -61,7 +61,6 @@ OF_A_COLUMN_CALL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 def layer_of(kind: str, **attributes: Any) -> Any:
-    """A layer with ``attributes``, by dotted names."""
     layer = TeLayer() if kind.startswith("TE") else Layer()
     for path, value in attributes.items():
         owner, _, name = path.rpartition(".")

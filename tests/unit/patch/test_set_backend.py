@@ -55,7 +55,6 @@ WRAPPED = {"Megatron-Bridge": ("{}", "to_wrap", "adapter"), "peft": ("base_model
 
 @pytest.mark.parametrize("framework", WRAPPED)
 def test_an_adapted_linear_is_found_by_its_own_name(framework: str) -> None:
-    """And by its full name; its adapter is not."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     prefix, base, adapter = WRAPPED[framework]

@@ -42,5 +42,4 @@ def mlp(*, gated: bool = True, bias: bool = False, bits: int = 4, hidden: int = 
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if they differ by rounding alone."""
     return float((found - expected).norm() / expected.norm()) < 1e-5

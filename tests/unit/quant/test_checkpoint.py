@@ -132,8 +132,6 @@ def test_what_cannot_be_folded_is_refused_before_anything_is_written(
 
 
 def lie(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A file whose header says something else."""
-
     def lied(data: bytes) -> bytes:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -167,8 +165,6 @@ def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable
 
 
 def edit(name: str, **changes: Any) -> Callable[[Path], object]:
-    """Write a JSON file with these settings over those it has."""
-
     def edited(folder: Path) -> None:
         file = folder / name
         file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | changes))

@@ -22,7 +22,6 @@ def everything(root: Path) -> dict[str, str | None]:
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """The folder of a run that has ended."""
     with run_in(tmp_path / "run") as out:
         (out / "flux").mkdir()
         (out / "flux" / "metrics.jsonl").write_text("a week of work\n")

@@ -81,7 +81,6 @@ def test_names_are_those_that_cuda_would_see(
     ],
 )
 def test_the_link_of_peers_that_cuda_does_not_see(uuids: list[str], linked: bool | None, link: Link | str) -> None:
-    """One GPU visible to each process."""
     assert nvml.linked(uuids) is linked
     found = links._unseen(uuids)
     assert found == link if isinstance(link, Link) else (found.kind, link in found.reason) == ("p2p", True)

@@ -106,33 +106,3 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
     again = config.RunConfig.model_validate(json.loads(run.model_dump_json()))
     for found in (run.flux_config, again.flux_config):
         assert (found.keep_gathered, found.keep_gathered_bytes) == (True, number)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "least"),
-    [("current", (8, 0), "8.9"), ("blockwise", (8, 9), "9.0"), ("delayed", (8, 9), None), ("blockwise", (9, 0), None)],
-)
-def test_fp8_needs_a_gpu_that_has_it(
-    monkeypatch: pytest.MonkeyPatch, recipe: Any, capability: tuple[int, int], least: str | None
-) -> None:
-    monkeypatch.setattr(config.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(config.torch.cuda, "get_device_capability", lambda: capability)
-    if least is None:
-        resolve(**{**FP8, "fp8": recipe})
-        return
-    has = ".".join(map(str, capability))
-    with pytest.raises(UserError, match=f"{recipe} needs compute capability {least}, this GPU has {has}"):
-        resolve(**{**FP8, "fp8": recipe})
-
-
-@pytest.mark.parametrize(
-    ("given", "block", "message"),
-    [
-        ("5-", None, "'5-' is not of the form 5-7"),
-        ("12-13", None, "in the steps 2 to 12"),
-        ("4-5", 3, "within one block of 3 steps; give fewer, or more block_steps"),
-    ],
-)
-def test_steps_that_cannot_be_profiled_are_refused(given: str, block: int | None, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        config.profiled_steps(given, 12, block)

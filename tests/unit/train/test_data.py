@@ -149,8 +149,6 @@ def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Pat
 
 
 class Numbered:
-    """A dataset whose sample ``i`` says ``i``."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 

@@ -50,7 +50,6 @@ def test_gpus_are_summed_up_over_ranks() -> None:
 
 
 def test_memory_is_that_of_the_rank_with_the_most() -> None:
-    """CPUs know none, so the records above have none."""
     ranks: dict[str, list[float | None]] = {
         "peak_memory_bytes": [30, 50, 40],
         "allocated_peak_bytes": [29, 41, 12],

@@ -7,25 +7,11 @@ from megatron_flux.bench import layer, variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.harness import Variant
 from megatron_flux.bench.layer import row
-from megatron_flux.bench.options import flux_config
 from megatron_flux.errors import FluxError
 
 TRAINED = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
 EXPERTS = TRAINED.model_copy(update={"model": "qwen3-30b-a3b"})
 GPU = torch.device("cuda", 0)
-
-
-def test_names() -> None:
-    assert variants.base_of("flux_te_again:backend=fused") == "flux_te"
-    names = ("te", "te_ub", "flux_te:strict=1", "local_again", "unsynchronised")
-    assert [variants.block_of(name, TRAINED) for name in names] == ["te", "te_ub", "te", "local", "local"]
-    assert variants.block_of("no_communication", TRAINED.model_copy(update={"fp8": "current"})) == "te_bound"
-    assert variants.block_of("no_communication", EXPERTS) == "te"
-    assert not variants.is_training("no_communication_again")
-    assert flux_config("flux_te:gather_ahead=false:backend=fused", link="host").gather_ahead is False
-    assert variants.wires_of("te") == variants.wires_of("flux_te") == ("exact", "exact")
-    assert variants.wires_of("flux_te:wire=int8") == ("int8", "exact")
-    assert variants.wires_of("flux_te:forward=chunked:dgrad=chunked_int8") == ("exact", "int8")
 
 
 def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """An exception in the middle of a call leaves a poisoned slab, or a graph that cannot be replayed."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,30 +36,6 @@ def claim(work: Slab, capture: int | None) -> bool:
     ):
         work.claim()
     return synchronise.called
-
-
-def test_every_further_call_is_told_which_one_was_broken_off(
-    alarm: watch.Alarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("megatron_flux"), "handlers", [handler])
-    work, before = slab(alarm, captured=False), watch.timeouts()
-    work.claim()
-    with pytest.raises(ValueError, match="two"), poison_on_error(work, "all_gather_gemm"):
-        raise ValueError("one\ntwo")
-    with pytest.raises(OperatorError) as caught:
-        work.claim()
-    said = str(caught.value)
-    assert said.startswith("rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;")
-    assert "\n" not in said
-    assert logged == [said]
-    work.poison("gemm_reduce_scatter", RuntimeError())  # the first is what matters
-    assert alarm.message() == said
-    alarm.tell()
-    assert capsys.readouterr().err == ""  # it has been logged
-    assert watch.timeouts() == before
 
 
 def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:

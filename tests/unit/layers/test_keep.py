@@ -98,14 +98,6 @@ def test_a_graph_that_was_dropped_counts_until_the_next_step() -> None:
     assert kept(group, 1, 4) is None
 
 
-def test_a_budget_that_is_given_holds_at_once(ranks: Ranks) -> None:
-    group = group_of(2)
-    assert kept(group, 1, 3) is None
-    assert kept(group, 1, 4) is not None
-    assert ranks.said == [3, 4]
-    assert kept(group, 1) is None, "without one again, it waits for an optimizer"
-
-
 @pytest.mark.parametrize(
     ("backend", "link", "wanted", "keeps"),
     [

@@ -34,16 +34,6 @@ def superseded(path: Path, number: int) -> Path:
     return path.with_name(f"metrics.jsonl.superseded-{number}")
 
 
-def test_each_record_is_in_the_file_when_write_returns(path: Path) -> None:
-    with JsonlRecorder(path) as recorder:
-        for n in (1, 2, 3):
-            recorder.write(record(n))
-            # Read through another handle, while the writer has neither flushed nor closed anything itself.
-            lines = path.read_bytes().split(b"\n")
-            assert (len(lines), lines[-1]) == (n + 1, b"")
-            assert strict_json.loads(lines[-2].decode())["iteration"] == n
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 2.5])
 def test_round_trip(path: Path, loss: float) -> None:
     written = sampled_record(

@@ -14,12 +14,11 @@ from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import (
     largest,
-    paired_blocks,
     relative_difference,
     speedup_interval,
     summarize,
 )
-from tests.unit.metrics.metrics_records import Record, interleaved, record
+from tests.unit.metrics.metrics_records import Record, record
 
 
 def variant(times: list[float], *, flux: bool = False) -> list[Record]:
@@ -83,14 +82,6 @@ def test_fallbacks_of_all_starts_are_counted() -> None:
     for n in (0, 2, 3):
         flux[n]["flux/run"] = {"arm": "flux"}
     assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 26 * 5, "tp": 2}
-
-
-def test_blocks_pair_in_order_and_warmup_blocks_do_not_shift_them() -> None:
-    variants = interleaved(3, {"baseline": [1, 2, 3], "flux": [10, 20, 30]}, per_block=1)
-    assert paired_blocks(variants["baseline"], variants["flux"]) == [([1], [10]), ([2], [20]), ([3], [30])]
-    variants["flux"][0]["warmup"] = True
-    assert paired_blocks(variants["baseline"], variants["flux"]) == [([2], [20]), ([3], [30])]
-    assert paired_blocks(variants["baseline"], variants["flux"][:2]) == [([2], [20])]
 
 
 def test_the_file_is_strict_json(tmp_path: Path) -> None:

@@ -55,20 +55,6 @@ def test_patch_replaces_two_methods_and_nothing_else_and_unpatch_restores_them()
     assert methods() == STOCK
 
 
-def test_patch_again_exchanges_the_config_only() -> None:
-    patch()
-    first = methods()
-    assert config() == FluxConfig()
-    patch(FluxConfig(strict=True))
-    assert config() == FluxConfig(strict=True)
-    patch()
-    assert config() == FluxConfig(strict=True)
-    with patched():
-        pass
-    assert is_patched()
-    assert (config(), methods()) == (FluxConfig(strict=True), first)
-
-
 def test_patched_nests_and_restores_the_outer_config() -> None:
     def fails() -> None:
         with patched(FluxConfig(strict=False)):

@@ -135,3 +135,11 @@ def test_a_column_call_without_a_graph_has_no_dgrad_to_be_summed(traced: Traced)
 def test_the_bias_of_a_frozen_row_layer_has_its_gradient(traced: Traced) -> None:
     traced.run("TE row", layer_of("TE row", **{"weight.requires_grad": False}))
     assert len(traced.calls) == 1
+
+
+def test_a_reason_is_logged_once_and_counted_every_time(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+    for layer in (one := Layer(tp_group=group_of(1)), one, Layer(tp_group=group_of(1))):
+        traced.run("row", layer)
+    assert dict(traced.patch.fallbacks) == {("row", "tp = 1"): 3}
+    (said,) = [entry.getMessage() for entry in caplog.records if entry.name == "megatron_flux"]
+    assert all(fact in said for fact in ("row", "tp = 1", "Layer("))

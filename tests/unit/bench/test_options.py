@@ -24,11 +24,6 @@ def refused(run: Run, *words: str | Path) -> str:
     return line
 
 
-def dry(run: Run, *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*words, "--dry-run"))
-    return found
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -42,25 +37,6 @@ def dry(run: Run, *words: str) -> dict[str, Any]:
 def test_calls_that_do_not_exist(run: Run, arguments: list[str], said: list[str]) -> None:
     line = refused(run, "bench", "ops", "--dry-run", *arguments)
     assert all(words in line for words in said)
-
-
-def test_calls_of_a_dry_run(run: Run) -> None:
-    few = ("bench", "ops", *FEW, "--tp", "4", "--set", "linears=qkv,fc2", "--out", "somewhere")
-    found = dry(run, *few)
-    assert found["config"]["tp"] == 4
-    assert [[c["op"], c["layer"], c["m"], c["n"], c["k"]] for c in found["calls"]] == [
-        ["all_gather_gemm", "qkv", 1024, 2560, 8192],
-        ["gemm_reduce_scatter", "fc2", 1024, 8192, 7168],
-    ]
-    assert not Path("somewhere").exists()
-    assert [call["fp8"] for call in dry(run, *few, "--fp8", "delayed,blockwise")["calls"]] == [
-        "delayed",
-        "blockwise",
-    ] * 2
-    found = dry(run, "tune", "--set", "cache=mine.json")
-    # Eight GPUs unless said otherwise; three models, five sizes, two directions, four linears.
-    assert (found["config"]["tp"], len(found["calls"])) == (8, 3 * 5 * 2 * 4)
-    assert found["config"]["cache"] == str(Path.cwd() / "mine.json")
 
 
 def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) -> None:

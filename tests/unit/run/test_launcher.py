@@ -1,16 +1,14 @@
 """The number of ranks that a command starts, and the failed one that it names."""
 
 import contextlib
-import os
 import signal
-import threading
 from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_flux.errors import UserError
-from megatron_flux.run import launcher, node
+from megatron_flux.run import node
 from megatron_flux.run.launcher import failure_of
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
@@ -40,18 +38,6 @@ def test_the_first_failure_is_named(codes: tuple[int, int], times: tuple[int, in
     assert isinstance(error, UserError) == (2 in codes), "a refusal stays a refusal"
     assert str(error).startswith(said)
     assert ("runs/x" in str(error)) == (2 not in codes)
-
-
-def test_a_signal_that_comes_before_the_ranks_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, sent, asked = mock.Mock(), threading.Event(), []
-    rank.send_signal.side_effect = lambda _: sent.set()
-    found = iter([[], []])
-    monkeypatch.setattr(launcher.psutil.Process, "children", lambda _: next(found, [rank]))
-    with launcher._passing_on(asked):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sent.wait(60)
-    rank.send_signal.assert_called_once_with(signal.SIGTERM)
-    assert asked == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

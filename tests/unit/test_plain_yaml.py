@@ -48,7 +48,6 @@ def profile(folder: Path, lines: str) -> Profile:
 
 def test_a_profile_has_what_was_written(tmp_path: Path) -> None:
     assert profile(tmp_path, "time: 12:00:00").time == "12:00:00"
-    assert profile(tmp_path, "time: 720").time == "720"
     own = profile(
         tmp_path,
         "account: 0123\npartition: 1_000\nexclusive: no\nmemory: null\nprocesses_per_node: 010\n"

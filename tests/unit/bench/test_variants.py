@@ -1,12 +1,10 @@
-"""Variants of ``bench layer``: what their names mean, where they run, what they share, and how rows compare them."""
+"""Variants of ``bench layer``: where they run, what they share, and what they are compared with."""
 
 import pytest
 import torch
 
 from megatron_flux.bench import layer, variants
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.harness import Variant
-from megatron_flux.bench.layer import row
 from megatron_flux.errors import FluxError
 
 TRAINED = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
@@ -50,22 +48,6 @@ def test_variants_share_parameters_and_their_gradients() -> None:
         variants.share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
     with pytest.raises(FluxError, match=r"0\.weight: shapes \(2, 4\) and \(2, 3\)"):
         variants.share(torch.nn.Sequential(torch.nn.Linear(4, 2)), weights)
-
-
-def samples(ms: float) -> dict[str, list[object]]:
-    steps = [4 * ms + shift for shift in (-4.0, 0.0, 4.0)]
-    return {"step_ms": steps, "host_ms": [9.0] * 3, "sm_clock_mhz": [None, 1400.0, 1500.0],
-            "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown"]]}  # fmt: skip
-
-
-def rows_of(**ms: float) -> list[dict[str, object]]:
-    by_name = {name: samples(value) for name, value in ms.items()}
-    return [row(TRAINED, Variant(name, lambda: None), by_name) for name in ms]
-
-
-def test_without_te_or_a_faster_bound_nothing_is_made_up() -> None:
-    assert all(r["speedup_vs_te"] is r["hidden_share"] is None for r in rows_of(local=20.0, no_communication=15.0))
-    assert [r["hidden_share"] for r in rows_of(te=20.0, no_communication=20.0)] == [None, None]
 
 
 def test_results_are_compared_with_a_training() -> None:

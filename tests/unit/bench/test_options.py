@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.bench import ops
-from megatron_flux.bench.options import LayerOptions, OpsRun, layer_run
+from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
 from megatron_flux.errors import UserError
 from megatron_flux.run.rank import MEASURED
 from megatron_flux.train.options import LORA_TARGETS
@@ -65,6 +65,13 @@ def test_ranks_start_with_multicast_off(
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "UB_SKIPMC": "1",
     }
+
+
+def test_tuning_starts_ranks_with_its_file(run: Run, gpus: Callable[[int], list[Any]]) -> None:
+    started = gpus(4)
+    assert "4 calls on 4 GPUs" in run("tune", *FEW, "--force", "--set", "cache=deep/tuned.json")
+    ((_, text, _), _) = started[0]
+    assert TuneRun.model_validate_json(text).cache == Path.cwd() / "deep" / "tuned.json"
 
 
 def test_a_launchers_rank_starts_nothing(

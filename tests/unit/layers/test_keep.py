@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_flux.comm.group_state import Link
-from megatron_flux.config import ALL_EXACT, Backends, Wires
+from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import keep
 from megatron_flux.layers.precision import EXACT
 from megatron_flux.ops.backends import registry
@@ -42,18 +42,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def kept(
-    group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto",
-    wires: Wires = ALL_EXACT, precision: Any = EXACT[False],
-) -> keep.Kept | None:  # fmt: skip
+    group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto"
+) -> keep.Kept | None:
     """Reserve memory for an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, shape=(elements,),
         new_empty=torch.empty,
     )  # fmt: skip
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    linear: Any = SimpleNamespace(
-        parameter=weight, group=group, backends=Backends.of(backend), wires=wires, precision=precision
-    )
+    how = {"backends": Backends.of(backend), "wires": ALL_EXACT, "precision": EXACT[False]}
+    linear: Any = SimpleNamespace(parameter=weight, group=group, **how)
     return keep.reserve(x, linear, wanted, budget)
 
 
@@ -116,9 +114,3 @@ def test_where_it_is_worth_it(
 ) -> None:
     monkeypatch.setattr(keep.links, "probe", lambda *_: Link(link, ""))
     assert (kept(group_of(2), 1, 100, wanted, backend) is not None) is keeps
-
-
-@pytest.mark.parametrize("wires", [Wires("exact", "int8"), Wires("int8", "exact"), Wires("int8", "int8")])
-def test_wires_that_the_tuner_may_take(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keep.links, "probe", lambda *_: Link("host", ""))
-    assert kept(group_of(2), 1, 100, None, "tuned", wires) is not None

@@ -1,16 +1,11 @@
 """The summary: figures from known records, and what it makes of records that are not normal."""
 
-import json
 import math
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_flux.errors import UserError
-from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import (
     largest,
@@ -82,20 +77,6 @@ def test_fallbacks_of_all_starts_are_counted() -> None:
     for n in (0, 2, 3):
         flux[n]["flux/run"] = {"arm": "flux"}
     assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 26 * 5, "tp": 2}
-
-
-def test_the_file_is_strict_json(tmp_path: Path) -> None:
-    info: dict[str, Any] = {"versions": {"torch": "2.13"}, "device": {"name": "cpu"}, "layout": {"tp": 2}}
-    baseline = variant([0.1])
-    baseline[0]["lm loss"] = math.inf
-    summary = summarize(baseline, variant([0.1], flux=True), info | {"config": {"path": Path("data")}})
-    assert {name: summary[name] for name in info} == info
-    strict_json.write(tmp_path / "summary.json", summary)
-    text = (tmp_path / "summary.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == summary
-    assert '"Infinity"' in text
-    with pytest.raises(UserError, match="cannot write"):
-        strict_json.write(Path("/dev/null/missing/summary.json"), {})
 
 
 def test_secrets_are_found_by_name_at_any_depth() -> None:

@@ -16,6 +16,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.log_once import log_once
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import chunked, registry
+from megatron_flux.ops.backends.fused import limit
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -126,3 +127,17 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
         assert get_backend("chunked").why_not(torch.zeros(2, 2), None, group) is None, "on CPUs nothing is captured"
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "reason"),
+    [
+        (torch.bfloat16, 8, (8, 0), None),
+        (torch.float32, 8, (9, 0), "bf16, fp16 or FP8"),
+        (torch.bfloat16, 3, (9, 0), "2, 4 or 8 ranks, not 3"),
+        (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
+    ],
+)
+def test_limits_of_fused(dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None) -> None:
+    found = limit(dtype, size, capability)
+    assert (found is None) if reason is None else reason in (found or "")

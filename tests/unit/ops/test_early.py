@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +21,6 @@ LIMIT = 600 * 10**9  # nanoseconds
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    asked: list[bytes] = []
-
-    def submit(job: bytes) -> Future[Any]:
-        asked.append(job)
-        return Future()
-
-    threads = SimpleNamespace(submit=submit)
-    for name, value in (("_threads", lambda: threads), ("_done", {}), ("ahead", {})):
-        monkeypatch.setattr(ahead, name, value)
-    monkeypatch.setattr(early, "capability", lambda device: (9, 0))
-    early.compile_small_kernels.cache_clear()
-    yield asked
-    early.compile_small_kernels.cache_clear()
-
-
 def slab() -> Any:
     """A slab of two ranks on the CPU that says that it is on a GPU."""
     words, numbers = torch.zeros(256, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
@@ -47,7 +30,13 @@ def slab() -> Any:
     return Slab(*at, None, None)
 
 
-def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_launch_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[bytes] = []
+    threads = SimpleNamespace(submit=lambda job: jobs.append(job) or Future())
+    for name, value in (("_threads", lambda: threads), ("_done", {}), ("ahead", {})):
+        monkeypatch.setattr(ahead, name, value)
+    monkeypatch.setattr(early, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(early, "compile_small_kernels", functools.cache(early.compile_small_kernels.__wrapped__))
     early.compile_small_kernels(2, GPU)
     early.compile_small_kernels(2, GPU)
     assert len(jobs) == 4

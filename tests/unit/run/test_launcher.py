@@ -1,4 +1,4 @@
-"""The number of ranks that a command starts, and the failed one that it names."""
+"""The failed rank that a launcher names, and that it lives to do so."""
 
 import contextlib
 import signal
@@ -10,14 +10,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_flux.errors import UserError
 from megatron_flux.run import node
 from megatron_flux.run.launcher import failure_of
-
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,10 @@ from tests.small_disk import fill, small_disk
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 
 
-def call(device: str = "cuda", n: int = 18432) -> Call:
-    shape: dict[str, Any] = {"operator": "all_gather_gemm", "m": 8192, "n": n, "k": 12288, "dtype": torch.bfloat16}
-    where: dict[str, Any] = {"device": torch.device(device), "backend": "fused", "group_name": "0", "group": GROUP}
-    return Call(transposed=False, **shape, **where)
-
-
 def found(taken: float, baseline: Baseline, clock: float | None, device: str = "cuda") -> dict[str, Any]:
-    one = call(device)
+    shape: dict[str, Any] = {"operator": "all_gather_gemm", "m": 8192, "n": 18432, "k": 12288, "transposed": False}
+    where: dict[str, Any] = {"device": torch.device(device), "backend": "fused", "group_name": "0", "group": GROUP}
+    one = Call(dtype=torch.bfloat16, **shape, **where)
     values = overlap({one: Times(2, 2 * taken)}, {one: baseline}, clock)
     (row,) = values["flux/calls"]
     name = "all_gather_gemm"

@@ -43,7 +43,6 @@ FUNCTIONS: dict[str, Any] = {
     "DeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
     "SystemGetDriverVersion": lambda: "570.1",
     "DeviceGetTotalEccErrors": lambda handle, kind, counter: 3 if (handle, kind, counter) == (1, 1, 0) else 0,
-    "DeviceGetCpuAffinity": lambda handle, words: [0b101, *[0] * (words - 2), 1],
 }
 
 

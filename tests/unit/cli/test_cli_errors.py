@@ -1,10 +1,7 @@
 """However a command ends, the last line says why."""
 
 import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -48,29 +45,3 @@ def test_the_last_line_is_the_cause(
     assert lines[-1] == f"megatron-flux: error: {said}"
     assert ("Traceback" in "\n".join(lines)) is not isinstance(error, KeyboardInterrupt | UserError)
     assert "Aborted" not in "\n".join(lines)
-
-
-def test_a_reader_that_leaves_is_said_in_one_line() -> None:
-    """As in ``megatron-flux slurm render ... | head -n 1``, but for sure."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "megatron_flux.cli", "slurm", "render", "--profile=local", "--job=tiny"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdout.close()
-    lines = process.stderr.read().strip().splitlines()
-    assert lines == ["megatron-flux: error: broken pipe: whatever read the output has gone"]
-    assert process.wait(timeout=60) == 1
-
-
-def test_ctrl_c_while_torch_is_imported_is_no_traceback() -> None:
-    command = [sys.executable, "-c", "import megatron_flux_autoload; megatron_flux_autoload.main()", "doctor"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "megatron-flux: error: interrupted\n"
-    assert process.returncode == 128 + signal.SIGINT

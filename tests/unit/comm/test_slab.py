@@ -56,6 +56,15 @@ def test_eager_calls_follow_a_change_of_stream(monkeypatch: pytest.MonkeyPatch) 
     assert halves == [0, 1, 0, 1, 0, 1, 0]
 
 
+def test_captured_mode_orders_streams_outside_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, captured_slab = Streams(monkeypatch), slab_on_gpu(captured=True)
+    assert streams.call(captured_slab, 1, None) == (0, True)
+    assert streams.call(captured_slab, 1, None, end=2) == (0, True)  # a gather, waited for elsewhere
+    assert streams.call(captured_slab, 3, None) == (0, True)
+    assert streams.waits == [(2, 1), (3, 2)]
+    assert not captured_slab.in_graphs
+
+
 def test_streams_of_one_capture_are_ordered_and_know_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, captured_slab = Streams(monkeypatch), slab_on_gpu(captured=True)
     streams.call(captured_slab, 1, None)

@@ -1,5 +1,6 @@
 """The alarms that the watching thread looks through, while others come and go; how long waits may last."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,29 @@ import pytest
 import torch
 
 from megatron_flux.comm import timeouts as watch
+
+
+def test_alarms_come_and_go_beside_the_watching_thread() -> None:
+    done, interval = threading.Event(), sys.getswitchinterval()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            alarms = [object.__new__(watch.Alarm) for _ in range(2000)]  # without a GPU's memory
+            for alarm in alarms:
+                alarm.open()
+            for alarm in alarms:
+                alarm.close()
+
+    other = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-5)
+    other.start()
+    try:
+        for _ in range(1000):
+            watch._watched()
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        other.join()
 
 
 def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.errors import OperatorError
+from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backends import fused as backend
@@ -26,6 +26,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.fp8_operand import Fp8Operand, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, for_fp8
+from tests.unit.groups import group_of
 from tests.unit.ops.fakes import AFTER, BEFORE, SIDE, STREAM, Gpu, OnGpu, Work, called, gpu, no_launch, on_gpu
 
 __all__ = ["gpu"]  # a fixture
@@ -346,3 +347,12 @@ def test_memory_runs_out_before_a_slot_is_claimed(operator: str, gpu: Gpu) -> No
     with pytest.raises(torch.OutOfMemoryError):
         CALLS[operator](gpu)
     assert (gpu.work.calls, gpu.work.poisoned, gpu.done) == (0, [], [])
+
+
+def test_tiles_have_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of a half are followed by the other half's data."""
+    monkeypatch.setattr(fused, "sm_count", lambda _: 132)
+    x, w = torch.empty(1 << 17, 64, device="meta").bfloat16(), torch.empty(1 << 16, 64, device="meta").bfloat16()
+    call = OperatorCall("gemm_reduce_scatter", x, w, group_of(2))
+    with pytest.raises(UserError, match="too many tiles for 65536 x 65536"):
+        fused.GemmReduceScatterPlan(call, KernelConfig(ws=True)).bytes_of_half(call)

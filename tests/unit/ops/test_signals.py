@@ -80,6 +80,19 @@ def test_signals_that_are_ignored_stay_ignored(heard: list[int]) -> None:
     assert all(map(ignored, python_ignores))
 
 
+def test_what_python_changes_meanwhile_stays(heard: list[int]) -> None:
+    with kept:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a handler may
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(0))
+    send((signal.SIGUSR1, signal.SIGTERM))
+    assert heard == [0]
+    assert ignored(signal.SIGUSR1)
+    with kept:
+        signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    send((signal.SIGUSR1,))
+    assert heard == [0, signal.SIGUSR1]
+
+
 def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:
     """``kernel[grid](...)`` stands in one place; a warm cache or another triton would hide a second one."""
     package = Path(megatron_flux.__file__).parent

@@ -178,3 +178,8 @@ def test_order_of_data_depends_neither_on_ranks_nor_on_where_a_run_began() -> No
     assert drawn(dp=1, steps=8) == drawn(dp=2, steps=4) == drawn(dp=4, steps=2) == list(range(16))
     assert drawn(dp=2, steps=2, consumed=8) == list(range(8, 16))
     assert drawn(dp=1, steps=4, length=5) == [0, 1, 2, 3, 4, 0, 1, 2], "an epoch is followed by the same again"
+
+
+def test_a_token_beyond_what_is_scanned_ahead_is_refused_in_its_batch() -> None:
+    with pytest.raises(UserError, match=r"sequence 10000 of the data has token 10001, outside the vocabulary of 10000"):
+        drawn(dp=1, steps=1, length=20_000, consumed=10_000)

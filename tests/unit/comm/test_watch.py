@@ -18,12 +18,14 @@ def test_alarms_come_and_go_beside_the_watching_thread() -> None:
     done, interval = threading.Event(), sys.getswitchinterval()
 
     def come_and_go() -> None:
+        kept: list[watch.Alarm] = []
         while not done.is_set():
-            alarms = [object.__new__(watch.Alarm) for _ in range(2000)]  # without a GPU's memory
-            for alarm in alarms:
-                alarm.open()
-            for alarm in alarms:
-                alarm.close()
+            kept.append(object.__new__(watch.Alarm))  # without a GPU's memory
+            kept[-1].open()
+            if len(kept) > 2000:
+                for old in kept:
+                    old.close()
+                kept.clear()
 
     other = threading.Thread(target=come_and_go)
     sys.setswitchinterval(1e-5)

@@ -27,7 +27,7 @@ def test_calls_in_graphs_are_not_known_instead_of_none() -> None:
 
 
 def test_gpus_are_summed_up_over_ranks() -> None:
-    readings = dict.fromkeys(("memory_clock_mhz", "temperature_c"), [70.0, 50.0, None])
+    readings = {name: [70.0, 50.0, None] for name in ("memory_clock_mhz", "temperature_c")}
     readings |= {"sm_clock_mhz": [1980.0, 1500.0, None], "power_w": [500.0, 700.0, None]}
     readings |= {"throttle": [float(0x4 | 0x1), float(0x4 | 0x20), None]}
     found = over_gpus(readings)

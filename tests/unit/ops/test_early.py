@@ -32,7 +32,7 @@ def slab() -> Any:
 
 def test_calls_launch_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[bytes] = []
-    threads = SimpleNamespace(submit=lambda job: jobs.append(job) or Future())
+    threads = SimpleNamespace(submit=lambda job: jobs.append(job) or Future())  # type: ignore[func-returns-value]
     for name, value in (("_threads", lambda: threads), ("_done", {}), ("ahead", {})):
         monkeypatch.setattr(ahead, name, value)
     monkeypatch.setattr(early, "capability", lambda device: (9, 0))

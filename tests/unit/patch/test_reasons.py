@@ -155,7 +155,7 @@ def test_a_reason_is_logged_once_and_counted_every_time(traced: Traced, caplog: 
 
 def test_in_a_graph_no_micro_batch_replaces_main_grad(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "capture_id", lambda x: 1 if x is X else None)
-    layer, on_request = TeLayer(), TeLayer()
+    layer, on_request = layer_of("TE row"), layer_of("TE row")
     on_request.weight.overwrite_main_grad = True
     for one in (layer, on_request):
         traced.run("TE row", one)

@@ -32,11 +32,11 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     te: Any = types.ModuleType(TE_LAYERS)
     for name, base in {"TELayerNormColumnParallelLinear": None, "TELinear": None, "TEColumnParallelLinear": "TELinear",
                        "TERowParallelLinear": "TELinear"}.items():  # fmt: skip
-        own = {"__module__": TE_LAYERS} | ({} if base else {"forward": stock})
-        setattr(te, name, type(name, (getattr(te, base) if base else object,), own))
+        methods = {} if base else {"forward": stock}
+        setattr(te, name, type(name, (getattr(te, base) if base else object,), {"__module__": TE_LAYERS, **methods}))
     te.HAVE_TE = True
     made: Any = types.ModuleType(INFERENCE_LAYERS)
-    own = {"forward": forward, "__module__": INFERENCE_LAYERS}
+    own: dict[str, Any] = {"forward": forward, "__module__": INFERENCE_LAYERS}
     made.InferenceRowParallelLinear = type("InferenceRowParallelLinear", (te.TERowParallelLinear, torch.nn.Module), own)
     made.TERowParallelLinear = te.TERowParallelLinear  # imported there
     for name, module in ((TE_LAYERS, te), (INFERENCE_LAYERS, made)):

@@ -10,6 +10,8 @@ BRANCH = re.compile(r"(@\S+\s+)?\bbra(?:\.uni)?\s+(\$\w+)")
 TABLE = re.compile(r"\bbrx\.idx\S*\s+[^,]+,\s*(\$?\w+)")
 TARGETS = re.compile(r"^\s*(\$?\w+):\s*\.branchtargets([^;]*);", re.MULTILINE)
 
+SUMS = r"\bst\.global\S*\.v2"
+"""Stores of what a part of a tile has summed: no others of a warp-specialised kernel are two numbers wide."""
 POLL = r"\bld\.acquire\.sys\.global|\bld\.volatile\.global"
 PROXY_FENCE = r"\bfence\.proxy\.async;"
 SYSTEM_FENCE = r"\bfence\.acq_rel\.sys"
@@ -78,6 +80,8 @@ def missing_fences(ptx: str, *, loads: bool = False, stores: bool = False) -> li
         missing.append("flags are not read with acquire")
     if loads and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
         missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
+    if paths.reaches(SUMS, SYSTEM_FENCE, BARRIER) or paths.reaches(SUMS, PUBLISH, SYSTEM_FENCE):
+        missing.append("a part's flag may overtake its sums: no barrier and fence.acq_rel.sys")
     if stores:
         if not paths.count(PUBLISH) or paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
             missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")

@@ -5,9 +5,10 @@
 It copies the tuner's files that are given to ``raw/``, one entry a line. Then it writes
 ``megatron_flux/ops/shipped_plans.json`` and what is between the two marks of the README.
 
-Files in ``raw/`` are the tuner's own: their choices ship as they are. Earlier runs had plans of another form. Of each
-of their calls the fastest of stock and the candidates that this version has ships, by their times. Of a call that
-several have tuned, the first run counts: by name in ``raw/``, then in the order of :data:`RUNS`.
+Files in ``raw/`` are the tuner's own: their choices ship as they are, if this version has them among
+its candidates. Earlier runs had plans of another form. Of each other call the fastest of stock and the candidates that
+this version has ships, by their times. Of a call that several have tuned, the first run counts: by name in ``raw/``,
+then in the order of :data:`RUNS`.
 
 What a list loses: the tuner is replayed on what a run has measured of a call, with the first of its candidates alone.
 """
@@ -127,12 +128,15 @@ def plan_of(label: str) -> KernelConfig | None:
 
 def entry_of(call: Tuned) -> Entry:
     """Return the present tuner's choice, or the fastest of stock and the candidates that this version has."""
-    if call.chosen is not None:
+    candidates = [None, *call.candidates()]
+    if call.chosen is not None and call.chosen.plan in candidates:
         entry, times = call.chosen, call.times
     else:
         plans = {name: plan for name in call.times if (plan := plan_of(name)) is not None}
         legal = {
-            name for name, plan in plans.items() if fits(call.op, plan, call.m // call.tp, call.n, call.k, call.tp)
+            name
+            for name, plan in plans.items()
+            if (plan in candidates if call.chosen else fits(call.op, plan, call.m // call.tp, call.n, call.k, call.tp))
         }
         measured = call.sustained or call.times
         fused = [name for name in ranked(measured) if name in legal]

@@ -115,6 +115,7 @@ def adapters(group):
 def shapes(group):
     torch.backends.cuda.matmul.allow_tf32 = False
     tp, count = group.size(), 0
+    divided = 256 * (torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1)  # columns: one round and a bit
     for config in ALL.values():
         for dtype in (torch.bfloat16, torch.float16):
             for m, n, k, transposed in (
@@ -124,6 +125,7 @@ def shapes(group):
                 (64, 4104, 256, False),
                 (300, 4104, 1000, False),
                 (2048, 2048, 640, True),
+                (512, divided, 4104, False),
             ):
                 if config.fits(m, n, tp, 2):
                     compare(group, config, m, n, k, dtype, transposed)

@@ -37,10 +37,8 @@ def test_plans_of_fp8_fit_a_gpu_and_are_made_once(op: str, n: int, k: int, promo
                 assert used <= 227 * 1024 - 16 * (plan.stages + plan.ring) - 64, plan.label()
 
 
-@pytest.mark.parametrize(("split", "wanted"), [(None, 128), (False, 128), (True, 256)])
-def test_another_m_may_want_tiles_of_the_other_width_unless_two_teams_share_one(
-    split: bool | None, wanted: int
-) -> None:
+@pytest.mark.parametrize(("split", "wanted"), [(None, 256), (False, 128), (True, 256)])
+def test_only_fp8_gets_the_other_width_and_not_where_two_teams_share_a_tile(split: bool | None, wanted: int) -> None:
     m, n, k, fp8 = 3520, 512, 128, None
     x, weight = torch.zeros(m, k).bfloat16(), torch.zeros(n, k).bfloat16()
     if split is not None:
@@ -71,6 +69,14 @@ def test_sms_that_no_round_needs_add_partials() -> None:
     assert not first(8192, 3584, True)
     assert not first(8192, 7168, False)
     assert not first(33 * 256, 7168, True, mp=128)
+
+
+def test_gathers_have_half_tiles_in_short_calls_and_in_fp8() -> None:
+    def widths(m: int, n: int, promoted: bool | None = None) -> set[int]:
+        return {plan.bn for plan in candidates(AG, m // 2, n, 4096, 2, 132, ws=True, promoted=promoted)}
+
+    assert widths(2048, 14336) == widths(8192, 14336, promoted=False) == {128, 256}
+    assert widths(2048, 27648) == widths(4096, 2560) == {256}
 
 
 # What a half's flags are enough for; ops/fused.py raises otherwise.

@@ -1,5 +1,6 @@
 """Boxes: what is put can be got, as long as it is whole; nothing stays of them."""
 
+import gc
 import os
 
 import pytest
@@ -34,3 +35,15 @@ def test_something_else_under_the_same_number_is_no_box() -> None:
         Box.at((process, handle, b"anything"))
     with pytest.raises(OSError, match=f"/proc/{process}/fd/9999"):
         Box.at((process, 9999, b"anything"))
+
+
+def test_nothing_stays_of_a_box() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    own, address = Box.create()
+    peer = Box.at(address)
+    own.put(1, b"one")
+    del own
+    assert list(peer.new()) == [(1, b"one")], "as of a peer that has ended"
+    del peer
+    assert len(os.listdir("/proc/self/fd")) == before

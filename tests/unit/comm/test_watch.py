@@ -82,3 +82,12 @@ def test_a_group_that_does_not_say_its_timeout(
     monkeypatch.setattr(watch.constants, "default_pg_nccl_timeout", timedelta(minutes=10))
     assert watch.timeout_s(group, torch.device("cuda")) == 600.0
     assert "does not say its time-out" in caplog.text
+
+
+def test_a_very_long_timeout_is_still_a_number_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_FLUX_TIMEOUT_S", raising=False)
+    options = SimpleNamespace(_timeout=timedelta.max)
+    group: Any = SimpleNamespace(rank=lambda: 0, _get_backend=lambda device: SimpleNamespace(options=options))
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: [0, 1])
+    assert watch.Alarm(group, torch.device("cpu")).limit == 2**63 - 1

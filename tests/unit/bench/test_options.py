@@ -24,21 +24,6 @@ def refused(run: Run, *words: str | Path) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--preset", "gpt5"], ["'gpt5'", "gpt3-175b, gpt3-6.7b, llama2-7b"]),
-        (["--tokens", "1025"], ["1025 tokens", "8 GPUs"]),
-        (["--set", "linears=qkv,mlp"], ["--set linears mlp", "'qkv', 'proj', 'fc1' or 'fc2'"]),
-        (["--directions", "decode", "--set", "linears=qkv"], ["proj and fc2 alone"]),
-        (["--tp", "16"], ["llama2-70b: 8 key/value heads", "16 GPUs"]),
-    ],
-)
-def test_calls_that_do_not_exist(run: Run, arguments: list[str], said: list[str]) -> None:
-    line = refused(run, "bench", "ops", "--dry-run", *arguments)
-    assert all(words in line for words in said)
-
-
 def test_ranks_that_there_are_not(run: Run, gpus: Callable[[int], list[Any]]) -> None:
     gpus(1)
     assert "1 process(es) with 1 GPU(s)" in refused(run, "bench", "ops", "--tp", "2")

@@ -1,4 +1,4 @@
-"""``bench peers`` without ranks: options and the check of results."""
+"""``bench peers`` without ranks: no multicast, and the check of results."""
 
 import pytest
 import torch
@@ -9,21 +9,6 @@ from megatron_flux.run.rank import MEASURED
 from tests.unit.bench.conftest import Run
 
 PEERS = ("bench", "peers")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--arms", "nccl,cutlass"], ["--arms", "'cutlass'", "te_userbuffers, flux"]),
-        (["--model", "gpt5"], ["--model gpt5", "qwen2.5-32b"]),
-        (["--op", "all_gather"], ["--op", "all_gather_gemm"]),
-        (["--m", "513"], ["513 tokens", "2 GPUs"]),
-        (["--dtype", "fp16"], ["--dtype fp16", "bf16"]),
-    ],
-)
-def test_what_does_not_exist(run: Run, words: list[str], said: list[str]) -> None:
-    line = run(*PEERS, "--dry-run", *words, code=2)
-    assert all(part in line for part in said)
 
 
 @pytest.mark.parametrize("name", sorted(MEASURED.keys() - {"CUDA_DEVICE_MAX_CONNECTIONS"}))

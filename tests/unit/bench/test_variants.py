@@ -1,37 +1,10 @@
-"""Variants of ``bench layer``: where they run, what they share, and what they are compared with."""
+"""Variants of ``bench layer``: what they share, and what they are compared with."""
 
 import pytest
 import torch
 
 from megatron_flux.bench import layer, variants
-from megatron_flux.bench.cases import Workload
 from megatron_flux.errors import FluxError
-
-TRAINED = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
-EXPERTS = TRAINED.model_copy(update={"model": "qwen3-30b-a3b"})
-GPU = torch.device("cuda", 0)
-
-
-def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, fp8 = torch.device("cpu"), TRAINED.model_copy(update={"fp8": "blockwise"})
-    assert variants.why_not("no_communication", TRAINED, cpu, "none") is None
-    assert variants.why_not("te_ub", TRAINED, cpu, "none") == "TransformerEngine needs a GPU"
-    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: name)
-    for link in ("host", "none"):
-        for name in ("te_ub", "unsynchronised"):
-            assert variants.why_not(name, TRAINED, GPU, link) == (
-                f"it needs peer access between GPUs; the link is {link}"
-            )
-        for name in ("te", "local", "flux_te", "flux_local", "no_communication"):
-            assert variants.why_not(name, TRAINED, GPU, link) is None
-    assert variants.why_not("local", fp8, GPU, "nvlink") == "megatron-core's own linears have no FP8"
-    assert variants.why_not("te_ub", fp8, GPU, "nvlink") == "TransformerEngine's userbuffers take no FP8 in blocks"
-    for name in ("local", "te_ub"):
-        assert "in TransformerEngine's layers" in str(variants.why_not(name, EXPERTS, GPU, "nvlink"))
-    assert variants.why_not("flux_te", EXPERTS, GPU, "nvlink") is None
-    decode = TRAINED.model_copy(update={"mode": "decode", "sequence_parallel": False})
-    assert "copies are those of gathers" in str(variants.why_not("unsynchronised", decode, GPU, "nvlink"))
-    assert "trainings with sequence parallelism" in str(variants.why_not("te_ub", decode, GPU, "nvlink"))
 
 
 def test_variants_share_parameters_and_their_gradients() -> None:

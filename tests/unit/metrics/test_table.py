@@ -1,13 +1,11 @@
-"""The terminal table, the verdict, and the printer of every table."""
+"""The verdict of a comparison, and what is printed without a GPU."""
 
-import io
 from typing import Any
 
 import pytest
-from rich.text import Text
 
 from megatron_flux.metrics.summary import summarize, verdict
-from megatron_flux.metrics.table import print_summary, print_table
+from megatron_flux.metrics.table import print_summary
 from tests.unit.metrics.metrics_records import interleaved
 
 CPU = {"device": {"kind": "cpu"}}
@@ -19,19 +17,6 @@ def comparison(info: dict[str, Any] | None = None, **changes: Any) -> dict[str, 
     for item in variants["flux"]:
         item |= {"peak-memory-bytes": 2**31, **changes}
     return summarize(variants["baseline"], variants["flux"], info or {})
-
-
-@pytest.mark.parametrize("columns", ["20", "200"])
-def test_a_table_is_neither_cut_nor_coloured_in_a_pipe(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    file = io.StringIO()
-    print_table("title", ("call", "<plan", "ms"), [("a" * 90, Text("b [red]", "bold"), "1.0")], "n" * 300, file=file)
-    lines = [text.rstrip() for text in file.getvalue().splitlines() if text.strip()]
-    assert lines[0] == "title"
-    assert lines[-2].split() == ["a" * 90, "b", "[red]", "1.0"]
-    assert lines[-1] == "n" * 300
-    assert "\x1b" not in file.getvalue()
 
 
 @pytest.mark.parametrize(

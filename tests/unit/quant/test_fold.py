@@ -1,5 +1,8 @@
 """The fold against dequantised fp32, the paper's worked example, and what is refused."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,3 +51,17 @@ def test_mlps_that_cannot_be_folded() -> None:
         fold(made, 16)
     with pytest.raises(UserError, match=r"tp 3 are 42\.6667 a rank"):
         fold(made, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": torch.ones(4, 8)}, r"scales is \[4, 8\], must be \[4, 128\]"),
+        ({"g_idx": torch.zeros(4, dtype=torch.int32)}, r"g_idx is \[4\], must be \[64\]"),
+        ({"g_idx": torch.full((64,), 4, dtype=torch.int32)}, "g_idx runs from 4 to 4, must be within 0 and 3"),
+        ({"qweight": torch.zeros(8, 128)}, "qweight is torch.float32, must be torch.int32"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(mlp().first[0], **change)

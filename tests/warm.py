@@ -193,6 +193,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # that of this environment
     sys.executable = request["python"]
     unbuffered = request["words"][0] == "-u"
     sys.argv = request["words"][unbuffered:]

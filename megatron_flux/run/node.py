@@ -21,10 +21,8 @@ Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/e
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -55,6 +53,11 @@ LOOK_S = 5.0
 
 def main(words: list[str]) -> int:
     """Launch this node's ranks and wait for them; returns the exit code."""
+    with contextlib.ExitStack() as until_end:
+        return _launch(words, until_end)
+
+
+def _launch(words: list[str], until_end: contextlib.ExitStack) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if "SLURM_NODEID" in os.environ:
@@ -69,12 +72,12 @@ def main(words: list[str]) -> int:
             os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", PREFIX.format("${rank}"))
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
             if given.log_dir is None:  # torch copies the ranks' lines from files there
-                given.log_dir = tempfile.mkdtemp(prefix="megatron-flux-")
-                atexit.register(shutil.rmtree, given.log_dir, ignore_errors=True)
+                scratch = tempfile.TemporaryDirectory(prefix="megatron-flux-", ignore_cleanup_errors=True)
+                given.log_dir = until_end.enter_context(scratch)
         handled = [name.strip() for name in given.signals_to_handle.split(",")]
         if "SIGTERM" in handled:
             given.signals_to_handle = ",".join(name for name in handled if name != "SIGTERM")
-            stop.SignalListener([signal.SIGTERM], lambda number: _pass_on(number, asked, silence)).start()
+            stop.SignalListener([signal.SIGTERM], lambda number: _pass_on(number, asked, silence, until_end)).start()
         run.run(given)
         return 0
     except ChildFailedError as error:
@@ -100,12 +103,13 @@ def main(words: list[str]) -> int:
     return code
 
 
-def _pass_on(number: int, asked: list[int], silence: _Silence) -> None:
+def _pass_on(number: int, asked: list[int], silence: _Silence, until_end: contextlib.ExitStack) -> None:
     """Pass the first signal on to the ranks; before there are any, end this process."""
     ranks = psutil.Process().children()
     # Where ranks have been asked, or have failed, this process is about to say how they ended.
     if not ranks and not asked and silence.notes_before is None:
         _stopped(number)
+        until_end.close()
         stop.die()  # it may wait for the other nodes where no Python runs
     elif ranks and not asked:
         asked.append(number)

@@ -7,6 +7,7 @@ import os
 import runpy
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context, reduction
@@ -94,6 +95,7 @@ def _become(words: tuple[str, ...], environment: dict[str, str], said: int) -> N
     os.close(said)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of this environment
     os.chdir(ROOT)
     sys.path[:0] = ["" if words[0] == "-c" else str(ROOT)]
     sys.argv = [words[0], *words[2:]]

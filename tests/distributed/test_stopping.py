@@ -129,9 +129,10 @@ def test_a_node_is_told_to_end_since_another_has_failed(mark: str, tmp_path: Pat
             node.communicate(timeout=60)
 
 
-def test_a_node_that_waits_for_others_can_be_ended() -> None:
-    """No Python runs while it waits."""
-    process = fork("-m", "megatron_flux.run.node", "--nnodes=2", "--node-rank=0", "--master-port=0", "none.py")
+def test_a_node_that_waits_for_others_can_be_ended(tmp_path: Path) -> None:
+    """No Python runs while it waits. It leaves no files."""
+    words = ["--nnodes=2", "--node-rank=0", "--master-port=0", "none.py"]
+    process = fork("-m", "megatron_flux.run.node", *words, TMPDIR=str(tmp_path))
     try:
         deadline = time.monotonic() + 60
         while psutil.CONN_LISTEN not in [c.status for c in psutil.Process(process.pid).net_connections()]:
@@ -144,3 +145,4 @@ def test_a_node_that_waits_for_others_can_be_ended() -> None:
         process.kill()
     assert process.returncode == -signal.SIGTERM
     assert "was stopped by SIGTERM" in said
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Commands of job scripts on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped.
+"""Commands of job scripts on GPUs: the pre-flight of a node and of its ranks.
 
 The pre-flight refuses GPUs whose memory others use: run this file by itself.
 """
@@ -6,14 +6,11 @@ The pre-flight refuses GPUs whose memory others use: run this file by itself.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,6 @@ from megatron_flux.slurm.profile import Floors
 from megatron_flux.telemetry import environment
 from tests.distributed.test_preflight import LINKS, MEASURED
 from tests.distributed.test_preflight import run as run_ranks
-from tests.gpu.test_commands import COMMAND, SMALL, losses, run
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -111,28 +107,3 @@ def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:
     said = (tmp_path / f"{name}.problems").read_text().splitlines()
     assert f"{name}: {count} GPU(s), the profile says {count + 1}" in said
     assert f"{name}: GPU 0 is {torch.cuda.get_device_name(0)}, the profile says Z99" in said
-
-
-def test_a_stopped_comparison_resumes_both_arms(tmp_path: Path) -> None:
-    common = ["compare", "--nproc", "2", *SMALL, "--set", "block_steps=2"]
-    out, saved = tmp_path / "run", tmp_path / "saved"
-    words = [*COMMAND, *common, "--steps", "100000", "--set", "log_interval=100000", "--save", saved, "--out", out]
-    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
-    record = out / "flux" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (record.exists() and record.read_bytes().count(b"\n") >= 4):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGUSR1)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    reached = json.loads((out / "ended.json").read_text())["iterations"]
-    before = {side: losses(out / side) for side in reached}
-    steps = max(reached.values()) + 4
-    run(*common, "--steps", str(steps), "--load", saved, "--out", out)
-    for side, first in before.items():
-        assert len(first) == reached[side]
-        assert losses(out / side)[: len(first)] == first
-        assert len(losses(out / side)) == steps
-    assert losses(out / "baseline") == pytest.approx(losses(out / "flux"), rel=5e-3)

@@ -6,10 +6,8 @@ would show in the gradient norm), in this project's training loop, which drives 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,9 @@ import torch.distributed as dist
 from megatron_flux.config import FluxConfig
 from tests.distributed.megatron_world import flux, megatron, on_gpu
 from tests.distributed.pool import WorkerPool
+from tests.gpu.conftest import NEEDS_TE
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-    ),
-]
+pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
 
 LAYERS, STEPS, MICRO_BATCHES = 2, 8, 2
 IN_GRAPHS = {"all_gather_gemm": 4 * LAYERS, "gemm_reduce_scatter": 4 * LAYERS, "all_gather": 2 * LAYERS}
@@ -169,13 +163,6 @@ def graphs_of(trainer: Any, graphs: str) -> list[bool]:
         # One for all micro-batches. The block has such a list too, which stays empty.
         return [len(made) == 1 for layer in trainer.model.modules() if (made := vars(layer).get("cuda_graphs"))]
     return []
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[WorkerPool]:
-    """Two ranks of their own: graphs change the process's random generators and streams."""
-    with WorkerPool(2, backend="nccl") as pool:
-        yield pool
 
 
 _eager: dict[str, dict[str, Any]] = {}

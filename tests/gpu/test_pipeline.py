@@ -134,9 +134,8 @@ def ranks() -> Iterator[WorkerPool]:
         yield pool
 
 
-def require_the_same_training(pool: WorkerPool) -> None:
-    stock = pool.run(rank_train, False, timeout=TIMEOUT_S)
-    ours = pool.run(rank_train, True, timeout=TIMEOUT_S)
+def test_virtual_stages(ranks: WorkerPool) -> None:
+    stock, ours = (ranks.run(rank_train, patched, timeout=TIMEOUT_S) for patched in (False, True))
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
         assert found["seen"]["fallbacks"] == {}, found
         # One layer in each of two stages, and the output layer on the last rank of the pipeline.
@@ -146,7 +145,3 @@ def require_the_same_training(pool: WorkerPool) -> None:
         assert bool(pairs) == (rank >= 2), "the last stage has the losses"
         for mine, theirs in (*pairs, *zip(found["norms"], expected["norms"], strict=True)):
             assert abs(mine - theirs) <= TOLERANCE * abs(theirs), (rank, mine, theirs)
-
-
-def test_virtual_stages(ranks: WorkerPool) -> None:
-    require_the_same_training(ranks)

@@ -8,7 +8,6 @@ ahead; checkpoints; peak memory. Only here: sums of tensor cores.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +22,9 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import NORMS, Sizes
 from tests.distributed.te_fp8_cases import GPU_SIZES, KINDS, RECIPES, fp8_case
 from tests.gpu.common import peak_memory
+from tests.gpu.conftest import NEEDS_TE
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-    ),
-]
+pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
 
 EACH = [("norm column", "delayed"), ("column", "tensorwise"), ("row", "blockwise"), ("norm column", "blockwise")]
 """Every kind and every recipe; all pairs run in test_patched_equals_stock."""

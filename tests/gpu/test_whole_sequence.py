@@ -7,9 +7,7 @@ tests/distributed/test_gpu_programs.py, without the graph.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +22,7 @@ from tests.distributed.data import relative_error
 from tests.distributed.megatron_world import batch, flux, gpt_model, inference, megatron, no_random_numbers
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_cases import te_megatron
+from tests.gpu.conftest import NEEDS_TE
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -86,13 +85,6 @@ def _forward(model: Any, backend: str, tokens: int, graph: bool) -> dict[str, in
     return seen.calls
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[WorkerPool]:
-    """Two ranks of their own."""
-    with WorkerPool(2, backend="nccl") as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("backend", ["fused", "auto"])
 def test_logits_by_fused_kernels_in_a_graph(ranks: WorkerPool, tmp_path: Path, backend: str, tokens: int) -> None:
@@ -100,6 +92,6 @@ def test_logits_by_fused_kernels_in_a_graph(ranks: WorkerPool, tmp_path: Path, b
     assert ranks.run(rank_forward, backend, tokens, tmp_path, timeout=300) == [{f"gemm_all_reduce/{ran}": 4}] * 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed")
+@NEEDS_TE
 def test_logits_over_transformer_engine(ranks: WorkerPool, tmp_path: Path) -> None:
     assert ranks.run(rank_forward, "fused", 4, tmp_path, True, timeout=300) == [{"gemm_all_reduce/fused": 4}] * 2

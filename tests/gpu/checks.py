@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import os
 import random
 import signal
@@ -421,39 +422,27 @@ def step_of(group):
     return calls
 
 
-def nccl_beside(group, rounds=60):
-    """Eager calls beside another group's NCCL kernels."""
+def nccl_beside(group, rounds=60, in_graphs=False):
+    """Eager or replayed calls beside another group's NCCL kernels."""
     with another_group(group) as other:
         calls = step_of(group)
-        first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
-
-        def run(_):
-            for got, want in zip(calls(), first, strict=True):
-                differ.add_((got != want).sum())
-
-        said = beside_nccl(group, other, run, rounds)
-    assert differ.item() == 0, f"{differ.item()} elements differ"
-    return said
-
-
-def nccl_beside_graphs(group, rounds=60):
-    """Replayed calls beside another group's NCCL kernels."""
-    with another_group(group) as other:
-        calls = step_of(group)
-        with captured_calls():
+        with captured_calls() if in_graphs else contextlib.nullcontext():
             first = calls()
         torch.cuda.synchronize()
         dist.barrier(group=group)
-        made = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        made = [torch.cuda.CUDAGraph() for _ in range(2 if in_graphs else 0)]
         results = []
         for graph in made:
             with torch.cuda.graph(graph):
                 results.append(calls())
         differ = torch.zeros((), dtype=torch.int64, device="cuda")
 
-        def run(i):
+        def replayed(i):
             made[i % 2].replay()
-            for got, want in zip(results[i % 2], first, strict=True):
+            return results[i % 2]
+
+        def run(i):
+            for got, want in zip(replayed(i) if in_graphs else calls(), first, strict=True):
                 differ.add_((got != want).sum())
 
         said = beside_nccl(group, other, run, rounds)
@@ -670,16 +659,6 @@ def late_plain(group, wrap=False):
     return late_calls(group, [*chosen, *([] if wrap else [(KernelConfig(), (37, 100, 77), False)])], wrap)
 
 
-def wrapping_hopper(group):
-    """Epochs of the warp-specialised kernels wrap while a rank is late."""
-    return late_hopper(group, wrap=True)
-
-
-def wrapping_plain(group):
-    """Epochs of the plain kernels wrap while a rank is late."""
-    return late_plain(group, wrap=True)
-
-
 def after_calls(group, works, calls):
     """Let ``works`` be as after so many calls, with flags that were never written but for those that each write."""
     torch.cuda.synchronize()
@@ -835,8 +814,8 @@ OF_REAL_GROUPS: dict[str, Check] = {
     "late_plain": late_plain,
     "stream_change": stream_change,
     "fences": fences,
-    "wrapping_hopper": wrapping_hopper,
-    "wrapping_plain": wrapping_plain,
+    "wrapping_hopper": functools.partial(late_hopper, wrap=True),
+    "wrapping_plain": functools.partial(late_plain, wrap=True),
     "worn_out": worn_out,
 }
 """Not for two GPUs that emulate more."""
@@ -857,7 +836,7 @@ CHECKS: dict[str, Check] = {
     "graphs": graphs,
     "broken_capture": broken_capture,
     "nccl_beside": nccl_beside,
-    "nccl_beside_graphs": nccl_beside_graphs,
+    "nccl_beside_graphs": functools.partial(nccl_beside, in_graphs=True),
     "random_shapes": random_shapes,
     **OF_REAL_GROUPS,
 }

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.options import read_settings, validated
+from megatron_flux.options import validated
 from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
 from megatron_flux.slurm.profile import Profile
-from megatron_flux.train.options import TrainOptions
 from tests.executable import executable
 
 HOSTILE = (
@@ -224,12 +222,3 @@ def test_secrets_stay_out_of_scripts(name: str) -> None:
     with pytest.raises(UserError, match="looks like a secret's name") as error:
         script({**CLUSTER, "environment": {name: "hunter2"}}, WORK)
     assert "hunter2" not in str(error.value)
-
-
-def test_words_of_settings_stay_whole() -> None:
-    found = read_settings(["data=a b", "data=$(x)", "data-cache=;"], TrainOptions.model_fields)
-    resolved = job.resolve(Job.load("tiny"), Profile.load("local"), "flux", found)
-    assert [w for w in resolved.arguments if "data" in w] == ["--data=a b", "--data=$(x)", "--set=data_cache=;"]
-    text = render.job_script(resolved, "a test")
-    command = shlex.split(text[text.index("\nrun_job ") :].replace("\\\n", ""))
-    assert tuple(command) == ("run_job", *resolved.arguments)

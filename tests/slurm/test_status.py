@@ -44,7 +44,8 @@ def repetition(tmp_path: Path) -> status.Repetition:
     return one
 
 
-def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status.Repetition) -> None:
+def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status.Repetition, tmp_path: Path) -> None:
+    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
     # The job has not said it yet: what the nodes' launchers left, by cause and order.
     failures = repetition.logs / "failures" / "train"
     (failures / "n00").write_text("1 0 rank 0 on n00 failed\n")
@@ -53,14 +54,6 @@ def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)"]
     (repetition.logs / "error").write_text("rank 1 on n01 was killed; logs in /x\n")
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x"]
-
-
-def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:
-    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
-    (tmp_path / "tiny-flux-7.log").write_text("one\ntwo\n\n")
-    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: two"]
-    (tmp_path / "tiny-flux-7.log").unlink()
-    assert status.cause(repetition) == [f"no cause is on record; see {repetition.logs}"]
 
 
 @pytest.mark.parametrize(
@@ -201,30 +194,17 @@ def test_what_repetitions_have_found(root: Path, monkeypatch: pytest.MonkeyPatch
     assert shown.endswith("speed-up of the 3 finished repetitions: median 1.250 (1.000…2.000)")
 
 
-def test_how_far_a_run_has_come(root: Path) -> None:
-    run = recorded(root, 3, 0.2, None)
-    with (run / "flux" / "metrics.jsonl").open("a") as record:
-        record.write('{"iteration": 99, "lm lo')  # being written
-    (found,) = status.repetitions(root)
-    assert found.files.last == {"baseline": 12, "flux": 12}
-    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
-
-
 def test_only_the_newest_records_of_a_long_run_are_read(root: Path) -> None:
-    run = recorded(root, 0, 0.2, None)
+    run = recorded(root, 3, 0.2, None)
     line = (run / "flux" / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
     many = [line.replace(b'"iteration": 12', b'"iteration": %d' % n) for n in range(13, 1013)]
-    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many]))
+    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many, b'{"iteration": 9999, "lm lo']))
     (found,) = status.repetitions(root)
+    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
     records = found.files.records["flux"]
     assert found.files.last == {"baseline": 12, "flux": 1012}
     assert 100 < len(records) < 1000
     assert [one["iteration"] for one in records] == list(range(1013 - len(records), 1013))
-
-
-def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder of a job"):
-        status.describe(tmp_path, 0.0)
 
 
 def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:

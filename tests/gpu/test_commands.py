@@ -65,21 +65,6 @@ def test_compare_keeps_the_loss_curve(tmp_path: Path, layers: tuple[str, ...], s
         assert summary["arms"][side]["peak_memory_bytes"] > 0
 
 
-@LAYERS
-def test_zero_3_has_the_loss_curve_of_stock(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    """At a learning rate at which a training tells: at the preset's, 1e-3, two of stock that differ in the last bits of
-    some weights are up to 20 % apart within these steps (on CPUs), and at this one 0.1 %.
-    """
-    sizes = ("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "0.0003")
-    run("compare", "--nproc", "2", "--steps", "24", "--fsdp", "--out", tmp_path / "run", *SMALL, *sizes, *layers)
-    stock, own = (losses(tmp_path / "run" / name) for name in ("baseline", "fsdp"))
-    assert relative(stock[:2], own[:2]) < 1e-3, "before an update, and after the first one"
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())["fsdp"]
-    assert found["max_relative_loss_difference"] < 1e-2, list(zip(stock, own, strict=True))
-    assert found["final_loss"] < found["first_loss"] - 1
-    assert found["peak_memory_bytes"] > 0
-
-
 @pytest.mark.parametrize("layers", [TE])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 def test_compare_in_fp8(tmp_path: Path, layers: tuple[str, ...], recipe: str) -> None:
@@ -89,22 +74,6 @@ def test_compare_in_fp8(tmp_path: Path, layers: tuple[str, ...], recipe: str) ->
     assert summary["flux_fallbacks"] == {}
     # Quantised operands are equal to the bit; what is rounded to bf16 behind them is not always, and then quantised.
     assert summary["max_relative_loss_difference"] < 2e-2
-
-
-@LAYERS
-def test_adapters_on_loaded_weights(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    """Without sequence parallelism, where stock TransformerEngine has all gradients."""
-    common = ["--nproc", "2", *SMALL, *layers, "--no-sequence-parallel"]
-    run("train", *common, "--steps", "8", "--out", tmp_path / "base", "--save", tmp_path / "weights")
-    more = ["--lora", "16", "--lr", "0.003", "--load", tmp_path / "weights", "--save", tmp_path / "adapters"]
-    run("compare", *common, *more, "--save-interval", "8", "--steps", "16", "--out", tmp_path / "run")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["flux_active_layers"], summary["flux_fallbacks"]) == (9 + 16, {})
-    assert summary["max_relative_loss_difference"] < CLOSE
-    assert summary["arms"]["flux"]["final_loss"] < summary["arms"]["flux"]["first_loss"]
-    went_on = ["--lora", "16", "--load", tmp_path / "adapters" / "flux", "--set", "ckpt_step=8"]
-    run("train", *common, *went_on, "--lr", "0.003", "--steps", "16", "--out", tmp_path / "on")
-    assert relative(losses(tmp_path / "run" / "flux")[8:], losses(tmp_path / "on" / "flux")) < CLOSE
 
 
 @LAYERS

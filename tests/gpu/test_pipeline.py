@@ -16,21 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import FluxConfig
-from tests.distributed.megatron_world import flux, megatron, model_config, on_gpu
+from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.gpus(4)
 
-STEPS, MICRO_BATCHES, BATCH, VOCABULARY = 6, 8, 2, 256
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE, VOCABULARY = 6, 8, 2, 512, 256
 TIMEOUT_S = 240.0
 """Limit of a whole run: one that stands still is killed."""
 
 TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bf16."""
-
-
-def sequence() -> int:
-    return 512 if on_gpu() else 32
 
 
 def chunks() -> list[torch.nn.Module]:
@@ -42,17 +38,17 @@ def chunks() -> list[torch.nn.Module]:
 
     from megatron_flux.train.shims import SequenceParallelNorm
 
-    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8} if on_gpu() else {}
-    dtype = torch.bfloat16 if on_gpu() else torch.float32
     config = model_config(
         num_layers=4,
         virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=on_gpu(),
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
         overlap_p2p_comm=True,
         batch_p2p_comm=False,
-        **sizes,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=8,
     )
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -62,14 +58,14 @@ def chunks() -> list[torch.nn.Module]:
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer], layer_norm=SequenceParallelNorm),
             vocab_size=VOCABULARY,
-            max_sequence_length=sequence(),
+            max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=True,
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
-        made.append(model.to(dtype).cuda() if on_gpu() else model)
+        made.append(model.bfloat16().cuda())
     return made
 
 
@@ -77,18 +73,16 @@ def text() -> Iterator[torch.Tensor]:
     """Micro-batches of tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     while True:
-        tokens = torch.randint(0, VOCABULARY, (BATCH, sequence() + 1), generator=generator)
-        yield tokens.cuda() if on_gpu() else tokens
+        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
 
 
 def forward_step(late: random.Random, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
-    if on_gpu():
-        torch.cuda._sleep(late.choice((0, 0, 200_000, 2_000_000, 10_000_000)))
+    torch.cuda._sleep(late.choice((0, 0, 200_000, 2_000_000, 10_000_000)))
     tokens = next(batches)
-    positions = torch.arange(sequence(), device=tokens.device).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, sequence(), sequence(), dtype=torch.bool, device=tokens.device), 1)
+    positions = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda"), 1)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
-    return output, partial(loss_of)
+    return output, loss_of
 
 
 def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -106,8 +100,7 @@ def rank_train(patched: bool) -> dict[str, Any]:
     losses, norms = [], []
     with megatron(2, 2, virtual_pipeline_model_parallel_size=2):
         models = chunks()
-        backend = "fused" if on_gpu() else "reference"
-        with flux(FluxConfig(backend=backend, strict=True)) if patched else nullcontext() as seen:
+        with flux(FluxConfig(backend="fused", strict=True)) if patched else nullcontext() as seen:
             batches = [text(), text()]
             for _ in range(STEPS):
                 for model in models:
@@ -117,7 +110,7 @@ def rank_train(patched: bool) -> dict[str, Any]:
                     data_iterator=batches,
                     model=models,
                     num_microbatches=MICRO_BATCHES,
-                    seq_length=sequence(),
+                    seq_length=SEQUENCE,
                     micro_batch_size=BATCH,
                     forward_only=False,
                 )

@@ -34,7 +34,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
-from tests.gpu.common import Check, error, gather, parser, poison_results, run_checks, scatter_sum, start
+from tests.gpu.common import Check, error, gather, parser, poison_results, random_sizes, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup, opened
 
 NAME = "fused"
@@ -127,7 +127,6 @@ def signals(group):
 
 
 def shapes(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
             for mp, n, k in ((256, 1024, 512), (300, 776, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
@@ -250,21 +249,9 @@ def elsewhere(group):
 
 
 def random_shapes(group, rounds=200):
-    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
-    dist.broadcast(seed, group=group, group_src=0)
-    r = random.Random(seed.item())
-    for i in range(rounds):
-        # Multiples of 16, or odd: Triton compiles another kernel for every mix of what 16 divides.
-        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
-        n, k = (
-            (16 * r.randint(1, 100) for _ in range(2))
-            if r.random() < 0.7
-            else (2 * r.randint(0, 350) + 1 for _ in range(2))
-        )
-        transposed, late, delay = r.random() < 0.5, r.randrange(group.size()), r.random()
-        if i % 20 == 7 and group.rank() == late:
-            torch.cuda._sleep(int(delay * 1.5e9))  # up to about a second
-        compare(group, mp, n, k, torch.float16 if r.random() < 0.1 and n % 2 == 0 else torch.bfloat16, transposed)
+    for mp, n, k, r in random_sizes(group, rounds, 700, 0.7):
+        dtype = torch.float16 if r.random() < 0.1 and n % 2 == 0 else torch.bfloat16
+        compare(group, mp, n, k, dtype, r.random() < 0.5)
     return f"{rounds} rounds"
 
 

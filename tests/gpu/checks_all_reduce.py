@@ -93,7 +93,6 @@ def compare(group, config, m, n, k, dtype=torch.bfloat16, transposed=False, inte
 
 
 def shapes(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     tp, count = group.size(), 0
     for config in ALL.values():
         for dtype in (torch.bfloat16, torch.float16):

@@ -28,7 +28,7 @@ from megatron_flux.ops.early import compile_small_kernels
 from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from tests.gpu.checks import NAME, ROWS, hopper, planned, poison
-from tests.gpu.common import error, gather, parser, run_checks, scatter_sum, start
+from tests.gpu.common import error, gather, parser, random_sizes, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -137,7 +137,6 @@ def compare_exactly(group, mp, n, k, way, name=NAME) -> None:
 
 def addend(group):
     """Sums over ranks of products and addends, rounded once or, by torch, twice."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     for way in WAYS:
         for mp, n, k in ((256, 1024, 512), (128, 768, 1008), (100, 528, 272)):
             pair = operands(group, mp * group.size(), n, k, way, E5M2)
@@ -155,7 +154,6 @@ def addend(group):
 
 
 def exact(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     for way in WAYS:
         for mp, n, k in ((256, 512, 512), (300, 528, 1040), (100, 272, 528), (37, 100, 77)):
             compare_exactly(group, mp, n, k, way)
@@ -166,7 +164,6 @@ def chunked(group):
     """In chunks through peers' memory and through host memory; an emulated group has neither."""
     if isinstance(group, EmulatedGroup):
         return "left out: an emulated group has no transport"
-    torch.backends.cuda.matmul.allow_tf32 = False
     before = ops.stats.calls.copy()
     try:
         for link in ("p2p", "host"):
@@ -182,7 +179,6 @@ def chunked(group):
 
 
 def shapes(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     for way in WAYS:
         for dtype in (E4M3, E5M2):
             for mp, n, k in ((256, 1024, 512), (300, 768, 1008), (100, 528, 272), (37, 100, 77), (4, 16, 16)):
@@ -292,19 +288,7 @@ def any_rows(group):
 
 
 def random_shapes(group, rounds=40):
-    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
-    dist.broadcast(seed, group=group, group_src=0)
-    r = random.Random(seed.item())
-    for i in range(rounds):
-        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
-        n, k = (
-            (16 * r.randint(1, 100), 16 * r.randint(1, 100))
-            if r.random() < 0.8
-            else (r.randint(1, 350), r.randint(1, 350))
-        )
-        late, delay = r.randrange(group.size()), r.random()
-        if i % 20 == 7 and group.rank() == late:
-            torch.cuda._sleep(int(delay * 1.5e9))
+    for mp, n, k, r in random_sizes(group, rounds, 350, 0.8):
         compare(group, mp, n, k, r.choice(list(WAYS)), r.choice((E4M3, E5M2)))
     return f"{rounds} rounds"
 

@@ -79,7 +79,6 @@ def compare(group, mp, n, k, dtype=torch.bfloat16, transposed=False, integer=Fal
 
 
 def shapes(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for transposed in (False, True):
             for mp, n, k in ((256, 512, 384), (37, 100, 77), (1, 64, 64), (1024, 768, 4096)):

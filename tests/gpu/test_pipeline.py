@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import FluxConfig
-from tests.distributed.megatron_world import flux, megatron, model_config
+from tests.distributed.megatron_world import _local_layer, flux, loss_of, megatron, model_config, pipeline_stages
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.gpus(4)
@@ -31,13 +31,6 @@ TOLERANCE = 2e-2
 
 def chunks() -> list[torch.nn.Module]:
     """This rank's two virtual stages, of one layer each, the same numbers in every run."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron_flux.train.shims import SequenceParallelNorm
-
     config = model_config(
         num_layers=4,
         virtual_pipeline_model_parallel_size=2,
@@ -50,23 +43,7 @@ def chunks() -> list[torch.nn.Module]:
         ffn_hidden_size=4096,
         num_attention_heads=8,
     )
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    made = []
-    for stage in range(2):
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer], layer_norm=SequenceParallelNorm),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            parallel_output=True,
-            share_embeddings_and_output_weights=False,
-            vp_stage=stage,
-        )
-        made.append(model.bfloat16().cuda())
-    return made
+    return pipeline_stages(config, *_local_layer(config, {}), VOCABULARY, SEQUENCE)
 
 
 def text() -> Iterator[torch.Tensor]:
@@ -83,11 +60,6 @@ def forward_step(late: random.Random, batches: Iterator[torch.Tensor], model: to
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda"), 1)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
     return output, loss_of
-
-
-def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = per_token.float().mean()
-    return loss, {"loss": loss.detach()}
 
 
 def rank_train(patched: bool) -> dict[str, Any]:

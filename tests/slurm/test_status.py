@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.run import folder
 from megatron_flux.slurm import queue, status
@@ -82,7 +82,10 @@ def test_states_as_the_accounting_has_them() -> None:
     assert queue.accounted_states("sacct: error: Unknown type ArrayJobId: 2\n") == {}
 
 
-def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
+def test_states_of_real_jobs(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the controller has forgotten is asked of the accounting."""
     submit = ["sbatch", "--parsable", "--output=log"]
     jobs = [at_the_cluster.client(*submit, "--array=0-4%1", "--wrap", "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60")]
     jobs += [at_the_cluster.client(*submit, *words) for words in (["--wrap", "exit 3"], ["--hold", "--wrap", "true"])]
@@ -98,29 +101,12 @@ def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
     assert tasks.states == {"0": "COMPLETED", "2-4%1": "PENDING (JobArrayTaskLimit)"}
     assert list(tasks.active) == ["2-4%1"]
     assert "sacct" in queue.job_states("999999").source
-
-
-def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
-    executable(tmp_path / "bin" / "squeue", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-
-
-INVALID = "slurm_load_jobs error: Invalid job id specified"
-
-
-def test_what_the_controller_has_forgotten_is_asked_of_the_accounting(
-    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    submit = ["sbatch", "--parsable", "--output=log", "--wrap"]
-    job = at_the_cluster.client(*submit, "exit 3").stdout.strip()
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    root = tmp_path / "runs" / f"tiny-flux-{job}"
+    root = tmp_path / "runs" / f"tiny-flux-{failed}"
     root.mkdir(parents=True)
-    assert slurm("status", root) == f"tiny-flux job {job}: FAILED\n"
-    forget(tmp_path, monkeypatch, INVALID)
+    assert slurm("status", root) == f"tiny-flux job {failed}: FAILED\n"
+    forget(tmp_path, monkeypatch, "slurm_load_jobs error: Invalid job id specified")
     # This cluster has no database, only a list of completed jobs, which sacct reads too.
-    assert slurm("status", root) == f"tiny-flux job {job}: FAILED (exit code 3) (by sacct)\n"
+    assert slurm("status", root) == f"tiny-flux job {failed}: FAILED (exit code 3) (by sacct)\n"
     unknown = tmp_path / "runs" / "tiny-flux-999999"
     unknown.mkdir()
     said = slurm("status", unknown)
@@ -129,13 +115,17 @@ def test_what_the_controller_has_forgotten_is_asked_of_the_accounting(
     assert len(said.splitlines()) == 1
 
 
+def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
+    executable(tmp_path / "bin" / "squeue", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
 def test_a_controller_that_does_not_answer_has_forgotten_nothing(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     forget(tmp_path, monkeypatch, said)
-    with pytest.raises(FluxError, match="Unable to contact"):
-        queue.job_states("7")
     root = tmp_path / "runs" / "tiny-flux-7"
     root.mkdir(parents=True)
     assert slurm("status", root) == f"tiny-flux job 7: state unknown: squeue: {said} (exit code 1)\n"

@@ -148,22 +148,6 @@ def late(group):
     return f"{len(ALL)} kernels, {everything_is_empty(group)} workspaces empty"
 
 
-def many(group, rounds=400):
-    """Random shapes and kernels back to back, ranks out of step; compared at the end."""
-    rng, mine = random.Random(7), random.Random(group.rank())
-    done = []
-    for _ in range(rounds):
-        config = rng.choice(list(SHOTS.values()))
-        m, n, k = rng.choice((1, 2, 5, 16, 33, 64)), 64 * rng.randint(1, 48), 64 * rng.randint(1, 8)
-        x, w = make(True, torch.bfloat16, m, k), make(True, torch.bfloat16, n, k)
-        if mine.random() < 0.05:
-            torch.cuda._sleep(mine.randint(1, 2_000_000))
-        done.append((x, w, run(group, x, w, config), config))
-    for x, w, y, config in done:
-        assert torch.equal(y.float(), summed(x.float() @ w.float().t(), group)), (tuple(x.shape), config.label())
-    return f"{rounds} calls, {everything_is_empty(group)} workspaces empty"
-
-
 def graphs(group):
     """Graphs with an odd and an even number of calls, replayed in turn, with eager calls in between."""
     made = []
@@ -322,7 +306,7 @@ def tuned(group):
 
 
 CHECKS: dict[str, Callable] = {
-    check.__name__: check for check in (shapes, special, late, many, graphs, streams, prepared, tuned)
+    check.__name__: check for check in (shapes, special, late, graphs, streams, prepared, tuned)
 }
 
 

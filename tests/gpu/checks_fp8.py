@@ -29,7 +29,6 @@ from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, blocks_of, padded
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from tests.gpu.checks import NAME, ROWS, hopper, planned, poison
 from tests.gpu.common import error, gather, parser, random_sizes, run_checks, scatter_sum, start
-from tests.gpu.emulated_group import EmulatedGroup
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WAYS = {"tensor": ("tensor", False), "split": ("tensor", True), "blocks": ("blocks", False)}
@@ -55,7 +54,7 @@ def small_kernels(group):
 def one_scale(group: dist.ProcessGroup, operand: Fp8Operand) -> Fp8Operand:
     """With the first rank's scale: TransformerEngine gives all ranks the same."""
     scale = operand.scale_inv.clone()
-    dist.broadcast(scale, group=getattr(group, "pair", group), group_src=0)
+    dist.broadcast(scale, group=group, group_src=0)
     return replace(operand, scale_inv=scale)
 
 
@@ -161,9 +160,7 @@ def exact(group):
 
 
 def chunked(group):
-    """In chunks through peers' memory and through host memory; an emulated group has neither."""
-    if isinstance(group, EmulatedGroup):
-        return "left out: an emulated group has no transport"
+    """In chunks through peers' memory and through host memory."""
     before = ops.stats.calls.copy()
     try:
         for link in ("p2p", "host"):
@@ -190,7 +187,7 @@ def plans(group):
     """Return the plans that the tuner chooses from, and some that it does not."""
     done = []
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    kinds = ((True,) if isinstance(group, EmulatedGroup) else (False, True)) if hopper() else (False,)
+    kinds = (False, True) if hopper() else (False,)
     for way in WAYS:
         found = [
             plan

@@ -25,10 +25,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file 
 from megatron_flux import ops
 from megatron_flux.comm import links, p2p_link, transports
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.host_link import HostLink
-from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.comm.p2p_link import P2PLink
-from megatron_flux.comm.p2p_schedule import PeerLayout
 from megatron_flux.errors import UserError
 from megatron_flux.kernels import wire
 from megatron_flux.ops.backends import chunked
@@ -211,27 +208,6 @@ def two_groups(group):
     return f"{len(pairs)} groups"
 
 
-def small_slots(group):
-    """Use every ring many times."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    before = state_of(group).transports[device]
-    if not isinstance(before, HostLink):
-        return "left out: no slots"
-    size = group.size()
-    small = (
-        P2PLink(group, device, PeerLayout(size, 64 << 10, 3))
-        if isinstance(before, P2PLink)
-        else HostLink(group, device, Layout(size, 64 << 10, 3))
-    )
-    state_of(group).transports[device] = small
-    try:
-        for _ in range(5):
-            compare(group, 512, 256, 2048, integer=True)
-    finally:
-        state_of(group).transports[device] = before
-    return "64 KiB"
-
-
 def over_islands(group):
     """Each half of the ranks as if it were by itself, in both orders."""
     transports_of, device = state_of(group).transports, torch.device("cuda", torch.cuda.current_device())
@@ -398,8 +374,8 @@ def by_auto(group):
 CHECKS = {
     function.__name__: function
     for function in (
-        kernels_of_the_wire, shapes, large, on_the_wire, small_slots, over_islands, random_shapes, late,
-        left_open, two_groups, captured, replayed, by_auto, not_recorded,
+        kernels_of_the_wire, shapes, large, on_the_wire, over_islands, random_shapes, late, left_open, two_groups,
+        captured, replayed, by_auto, not_recorded,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from tests.distributed.test_preflight import run as run_ranks
 pytestmark = pytest.mark.gpus(2)
 
 
-def expected(folder: Path, **changed: str) -> list[str]:
+def expected(folder: Path) -> list[str]:
     """Words for the pre-flight that say what this machine has."""
     properties = torch.cuda.get_device_properties(0)
     found = {
@@ -35,19 +35,14 @@ def expected(folder: Path, **changed: str) -> list[str]:
         "gpu-name": torch.cuda.get_device_name(0).split()[-1],
         "gpu-memory-gib": str(int(properties.total_memory / 2**30)),
         "slow-fraction": "0.7",
-        **changed,
     }
     return [f"--{name}={value}" for name, value in found.items()]
 
 
-def preflight(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_flux.slurm.preflight.node", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     words = expected(tmp_path)
-    done = preflight(*words)
+    command = [sys.executable, "-m", "megatron_flux.slurm.preflight.node", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / f"{socket.gethostname()}.json").read_text())
     assert len(report["gpus"]) == torch.cuda.device_count()
@@ -97,13 +92,3 @@ def test_peers_memory_and_host_memory_are_measured(tmp_path: Path) -> None:
     host, peers = map(float, re.findall(r"[\d.]+", said))
     assert min(host, peers) > 1
     assert link == ("p2p" if peers > host else "host")
-
-
-def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:
-    count = torch.cuda.device_count()
-    done = preflight(*expected(tmp_path, **{"gpu-name": "Z99", "processes": str(count + 1)}))
-    assert done.returncode == 1
-    name = socket.gethostname()
-    said = (tmp_path / f"{name}.problems").read_text().splitlines()
-    assert f"{name}: {count} GPU(s), the profile says {count + 1}" in said
-    assert f"{name}: GPU 0 is {torch.cuda.get_device_name(0)}, the profile says Z99" in said

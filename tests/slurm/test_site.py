@@ -188,7 +188,7 @@ def test_only_requeues_that_save_nothing_count(
 ) -> None:
     """Four requeues: none saved, or the second did; three in a row are allowed."""
     (stubs[0] / "scontrol").write_text("#!/bin/sh\necho 'JobId=7 Restarts=4 n01 NodeAddr=127.0.0.1'\n")
-    work = tmp_path / "runs" / "work-compare-7" / "rep-0"
+    work = tmp_path / "runs" / "tiny-compare-7" / "rep-0"
     for start in range(4):
         (work / "logs" / str(start)).mkdir(parents=True)
         (work / "logs" / str(start) / "saved").write_text(saved if start > 1 else "")

@@ -753,54 +753,11 @@ def kinds(group):
     return "18 x 3 calls"
 
 
-def fences(group):
-    """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
-    from megatron_flux.kernels import launch as relaunch
-    from tests.ptx import missing_fences, missing_in_plain
-
-    describe, by_triton, seen = relaunch.describe, relaunch.by_triton, {}
-
-    def spying(compiled):
-        seen[compiled.metadata.name] = compiled.asm["ptx"], None
-        return describe(compiled)
-
-    def spying_triton(kernel, grid, *arguments, **constants):
-        compiled = by_triton(kernel, grid, *arguments, **constants)
-        seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
-        return compiled
-
-    torch.cuda.synchronize()
-    dist.barrier(group=group)
-    group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
-    try:
-        with (
-            mock.patch.dict(relaunch._loaded, clear=True),
-            mock.patch.object(relaunch, "describe", spying),
-            mock.patch.object(relaunch, "by_triton", spying_triton),
-        ):  # fmt: skip
-            backend().config = KernelConfig()
-            compare(group, 256, 512, 256)
-            if hopper():
-                backend().config = KernelConfig(ws=True)
-                compare(group, 256, 1024, 512)
-    finally:
-        backend().config = None
-    missing = {}
-    for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
-        ptx, tma = seen[name]
-        missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
-    for name, kind in {"hopper_ag_gemm_kernel": "loads", "hopper_gemm_rs_kernel": "stores"}.items() if hopper() else ():
-        missing[name] = missing_fences(seen[name][0], **{kind: True})
-    assert not any(missing.values()), missing
-    return ", ".join(missing)
-
-
 OF_REAL_GROUPS: dict[str, Check] = {
     "kinds": kinds,
     "late_hopper": late_hopper,
     "late_plain": late_plain,
     "stream_change": stream_change,
-    "fences": fences,
     "wrapping_hopper": functools.partial(late_hopper, wrap=True),
     "wrapping_plain": functools.partial(late_plain, wrap=True),
     "worn_out": worn_out,

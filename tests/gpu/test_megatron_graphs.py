@@ -197,6 +197,14 @@ def require_close(
         )
 
 
+def require_replayed(rank: int, found: dict[str, Any], in_graphs: dict[str, int]) -> None:
+    about = f"rank {rank}: {found}"
+    assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
+    assert found["captured"] == in_graphs, f"other calls captured than {in_graphs}, {about}"
+    assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
+    assert (found["seen"]["active_layers"], found["seen"]["fallbacks"]) == (4 * LAYERS + 1, {}), about
+
+
 @pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
 @pytest.mark.parametrize(
     ("spec", "backend"), [("transformer_engine", "fused"), ("local", "fused"), ("transformer_engine", "chunked")]
@@ -205,14 +213,9 @@ def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, back
     expected = eager(ranks, spec)
     te_default = graphs == "transformer_engine"
     for rank, found in enumerate(ranks.run(rank_train, spec, graphs, True, te_default, backend)):
-        about = f"rank {rank}: {found}"
-        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
-        assert found["captured"] == IN_GRAPHS, f"other calls captured than {IN_GRAPHS}, {about}"
-        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
-        assert found["seen"]["active_layers"] == 4 * LAYERS + 1, about
-        assert found["seen"]["fallbacks"] == {}, about
-        assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), about
-        assert (found["mode"], found["mode_after"]) == (True, False), f"captured mode, {about}"
+        require_replayed(rank, found, IN_GRAPHS)
+        assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), found
+        assert (found["mode"], found["mode_after"]) == (True, False), "captured mode"
         require_close(f"flux in graphs (rank {rank})", found, "flux without", expected)
 
 
@@ -237,13 +240,9 @@ def test_fp8_is_replayed_and_the_curve_is_stocks(ranks: WorkerPool, recipe: str,
     # Blocks: dy is gathered by rows as well, and each gather is one of numbers and one of scales.
     in_graphs = {**IN_GRAPHS, "all_gather": (8 if recipe == "blockwise" else 2) * LAYERS}
     for rank, found in enumerate(ranks.run(rank_train, te, graphs, True, False, "fused", recipe)):
-        about = f"rank {rank}: {found}"
-        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
-        assert found["captured"] == in_graphs, f"other calls captured than {in_graphs}, {about}"
-        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
-        assert (found["seen"]["active_layers"], found["seen"]["fallbacks"]) == (4 * LAYERS + 1, {}), about
+        require_replayed(rank, found, in_graphs)
         others = {name for name in found["seen"]["calls"] if not name.endswith("/fused")}
-        assert others <= ({"all_gather/reference"} if recipe == "blockwise" else set()), f"beside scales, {about}"
+        assert others <= ({"all_gather/reference"} if recipe == "blockwise" else set()), f"beside scales: {others}"
         require_close(f"flux in graphs (rank {rank})", found, "stock in graphs", stock)
         require_close(f"flux in graphs (rank {rank})", found, "flux without", eager, stocks=stocks)
     require_close("flux without graphs", eager, "stock without", stocks[1])

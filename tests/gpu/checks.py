@@ -753,47 +753,21 @@ def kinds(group):
     return "18 x 3 calls"
 
 
-OF_REAL_GROUPS: dict[str, Check] = {
-    "kinds": kinds,
-    "late_hopper": late_hopper,
-    "late_plain": late_plain,
-    "stream_change": stream_change,
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        signals, shapes, plans, bias, addend, own_gathered, any_rows, elsewhere, time_limit, across_streams, exceptions,
+        graphs, broken_capture, nccl_beside, random_shapes, kinds, late_hopper, late_plain, stream_change,
+    )
+}  # fmt: skip
+CHECKS |= {
+    "nccl_beside_graphs": functools.partial(nccl_beside, in_graphs=True),
     "wrapping_hopper": functools.partial(late_hopper, wrap=True),
     "wrapping_plain": functools.partial(late_plain, wrap=True),
     "worn_out": worn_out,
 }
-"""Not for two GPUs that emulate more."""
-
-
-CHECKS: dict[str, Check] = {
-    "signals": signals,
-    "shapes": shapes,
-    "plans": plans,
-    "bias": bias,
-    "addend": addend,
-    "own_gathered": own_gathered,
-    "any_rows": any_rows,
-    "elsewhere": elsewhere,
-    "time_limit": time_limit,
-    "across_streams": across_streams,
-    "exceptions": exceptions,
-    "graphs": graphs,
-    "broken_capture": broken_capture,
-    "nccl_beside": nccl_beside,
-    "nccl_beside_graphs": functools.partial(nccl_beside, in_graphs=True),
-    "random_shapes": random_shapes,
-    **OF_REAL_GROUPS,
-}
-
-
-NOT_EMULATED = (
-    "addend", "own_gathered", "elsewhere", "across_streams", "exceptions", "graphs", "broken_capture",
-    "nccl_beside", "nccl_beside_graphs",
-)  # fmt: skip
-
-
-ACROSS_QUEUES = ("across_streams",)
-"""Checks that show nothing where all streams share one hardware queue: by themselves they run with eight."""
+EMULATED = ("signals", "shapes", "plans", "bias", "any_rows", "time_limit", "random_shapes")
+"""What two GPUs that emulate more can do."""
 
 
 def main() -> None:
@@ -803,7 +777,7 @@ def main() -> None:
     options.add_argument("--split", type=int, default=1, help="groups that run at the same time")
     options.add_argument("--emulate", type=int, help="two GPUs emulate so many; what they cannot do is left out")
     given = options.parse_args()
-    if given.only in ACROSS_QUEUES:
+    if given.only == "across_streams":  # it shows nothing where all streams share one hardware queue
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     group = start()
     size = dist.get_world_size() // given.split
@@ -814,7 +788,7 @@ def main() -> None:
     checks, about = CHECKS, {"groups": given.split}
     if given.emulate:
         group = opened(group, given.emulate, torch.device("cuda", torch.cuda.current_device()))
-        checks = {name: check for name, check in CHECKS.items() if name not in (*NOT_EMULATED, *OF_REAL_GROUPS)}
+        checks = {name: CHECKS[name] for name in EMULATED}
         about["emulated_by"] = dist.get_world_size()
     arguments = {
         "random_shapes": (given.rounds,),

@@ -96,13 +96,6 @@ def test_every_layout_keeps_the_loss_curve(command: Run, tmp_path: Path, words: 
         assert sum(call["calls"] for call in calls) == 2 * (4 + 5)
 
 
-def under_torchrun(python: str, environment: dict[str, str], *words: str | Path) -> None:
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = (*launcher, "-m", "megatron_flux.cli", *words)
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr
-
-
 def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
     command: Run, warm_python: str, environment: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +105,10 @@ def test_what_stock_saved_is_resumed_patched_and_the_other_way_round(
     command("compare", *common, *saving, "--out", tmp_path / "whole")
     resume = ["train", *common, "--set=ckpt_step=3"]
     command(*resume, "--no-flux", "--load", saved / "flux", "--out", stock)
-    under_torchrun(warm_python, environment, *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched)
+    torchrun = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    words = ["megatron_flux.cli", *resume, "--load", saved / "baseline", "--data", corpus, "--out", patched]
+    done = subprocess.run([*torchrun, *map(str, words)], capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
     for resumed, name in ((stock, "baseline"), (patched, "flux")):
         rows = records(resumed / name)
         assert [row["iteration"] for row in rows] == [4, 5, 6]

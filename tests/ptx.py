@@ -10,6 +10,8 @@ BRANCH = re.compile(r"(@\S+\s+)?\bbra(?:\.uni)?\s+(\$\w+)")
 TABLE = re.compile(r"\bbrx\.idx\S*\s+[^,]+,\s*(\$?\w+)")
 TARGETS = re.compile(r"^\s*(\$?\w+):\s*\.branchtargets([^;]*);", re.MULTILINE)
 
+SUMS = r"\bst\.global\S*\.v2"
+"""Stores of what a part of a tile has summed: no others of a warp-specialised kernel are two numbers wide."""
 POLL = r"\bld\.acquire\.sys\.global|\bld\.volatile\.global"
 PROXY_FENCE = r"\bfence\.proxy\.async;"
 SYSTEM_FENCE = r"\bfence\.acq_rel\.sys"
@@ -80,8 +82,12 @@ def missing_fences(ptx: str, *, sums: bool) -> list[str]:
     """List what is missing in a warp-specialised kernel, in words: one that reads by TMA what peers have written, or
     writes to peers by TMA if it ``sums``.
     """
-    missing = [] if re.search(r"\bld\.acquire\.sys\.global", ptx) else ["flags are not read with acquire"]
-    return missing + _missing_of_tma(Paths(ptx), not sums, sums)
+    paths, missing = Paths(ptx), []
+    if not re.search(r"\bld\.acquire\.sys\.global", ptx):
+        missing.append("flags are not read with acquire")
+    if paths.reaches(SUMS, SYSTEM_FENCE, BARRIER) or paths.reaches(SUMS, PUBLISH, SYSTEM_FENCE):
+        missing.append("a part's flag may overtake its sums: no barrier and fence.acq_rel.sys")
+    return missing + _missing_of_tma(paths, not sums, sums)
 
 
 def missing_in_plain(ptx: str, *, tma: bool, sums: bool) -> list[str]:

@@ -92,6 +92,7 @@ MOST_CALLS = 1 << 30
 """Calls on a slab that no CUDA graph holds, all ranks' alike; see :mod:`megatron_flux.kernels.device`, *Flags*."""
 MIB = 1 << 20
 MOST_CTAS = 256  # of a kernel, one on an SM
+TILE_NUMBERS = 128 * 256  # of the largest tile
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
 HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
@@ -161,6 +162,8 @@ class Slab:
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""
     capture: int | None = None  # that the latest call was part of
+    sums: tuple[torch.Tensor, ...] = ()
+    """On GPUs: for each SM fp32 numbers of a tile, and an int32 epoch (:mod:`megatron_flux.kernels.hopper.split_k`)."""
 
     def __post_init__(self) -> None:
         """Look the device up once."""
@@ -381,10 +384,14 @@ def assemble(
     def make_own() -> None:
         flags[group.rank()].zero_()
         ctrl, epochs = torch.zeros(2 + MOST_CTAS, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-        order = None if device.type == "cpu" else kernels_on(data[0].get_device())
+        order, sums = None, tuple[torch.Tensor, ...]()
+        if device.type == "cuda":
+            order = kernels_on(data[0].get_device())
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            sums = data[0].new_empty(sms * TILE_NUMBERS, dtype=torch.float32), data[0].new_zeros(sms, dtype=torch.int32)
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
-            epochs.to(device), Alarm(group, device), keep, order,
+            epochs.to(device), Alarm(group, device), keep, order, sums=sums,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -13,7 +13,7 @@ from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.launch import Tiles
 from megatron_flux.ops.arguments import DTYPES, Launch, Scales, SlabCall
-from megatron_flux.ops.kernel_config import cdiv, workers
+from megatron_flux.ops.kernel_config import cdiv, last_round, workers
 
 PIECE, LINE = pieces.PIECE.value, pieces.LINE.value
 SM_FLOP_PER_NS = 5300  # sustained, of one SM of an H200
@@ -38,13 +38,13 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
-        n, k, rows["mp"], chunk_k, work.rank,
+        n, k, rows["mp"], chunk_k, work.rank, rows["left"], rows["parts"], *at.work.sums,
     )  # fmt: skip
     constants = at.constants() | {
         "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
         "EARLY": edges.early, "LATE": edges.late, "KEEP": call.return_gathered, "OWN": at.own is not None,
         "STAGES": config.stages, "RING": config.ring, "BIAS": bias is not None, "TEAMS": config.teams,
-        "num_warps": 8 // config.teams,
+        "SPLIT_K": _splits(at), "num_warps": 8 // config.teams,
     }  # fmt: skip
     own = () if at.own is None else ("kept",)
     operands = ("xd", "b", "c", "x", *own, *(() if bias is None else ("bias",)), *_scale_names(call))
@@ -57,7 +57,7 @@ def all_gather_gemm_rows(at: SlabCall) -> dict[str, Any]:
     bm, mp = config.bm, m // at.work.tp
     rows = {
         "a": _tiles(at.gathered, m, k, bm, config.bk), "xd": _tiles(call.x, mp, k, bm, config.bk),
-        "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp,
+        "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp, **_last_round(at, cdiv(mp, bm) * at.work.tp, at.sms),
     }  # fmt: skip
     if at.scales is not None:
         assert call.fp8 is not None  # noqa: S101
@@ -79,12 +79,12 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
         n, cdiv(k, config.bk), rows["mp"], work.rank,
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
-        rows["workers"],
+        rows["workers"], rows["left"], rows["parts"], *at.work.sums,
     )  # fmt: skip
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
         "TEAMS": config.teams, "DEDICATED": config.dedicated_reducers, "num_warps": 8 // config.teams,
-        "ADDEND": call.addend is not None, "BESIDE": at.beside,
+        "ADDEND": call.addend is not None, "BESIDE": at.beside, "SPLIT_K": _splits(at),
     }  # fmt: skip
     operands = ("a", "b", "out", *_scale_names(call), *(() if call.addend is None else ("addend",)))
     return Launch(hopper_gemm_rs_kernel, at.sms, arguments, constants, operands, rows)
@@ -94,12 +94,25 @@ def gemm_reduce_scatter_rows(at: SlabCall) -> dict[str, Any]:
     """Return the arguments of :func:`gemm_reduce_scatter` that follow from m."""
     call, config, (m, n, k) = at.call, at.config, at.call.sizes
     mp = m // at.steps
+    busy = workers(config, mp, n, at.steps, at.sms)
     rows: dict[str, Any] = {
-        "a": _tiles(call.x, m, k, config.bm, config.bk), "mp": mp, "workers": workers(config, mp, n, at.steps, at.sms)
+        "a": _tiles(call.x, m, k, config.bm, config.bk), "mp": mp, "workers": busy,
+        **_last_round(at, cdiv(mp, config.bm) * at.steps, busy),
     }  # fmt: skip
     if call.fp8 is not None and call.fp8.blocks:
         rows["xs"] = _scales_of(call.fp8.x.scale_inv, config.bm)
     return rows
+
+
+def _splits(at: SlabCall) -> bool:
+    return at.call.fp8 is None and not at.beside and at.config.teams == 1
+
+
+def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
+    call, config = at.call, at.config
+    tiles, k_blocks = row_blocks * cdiv(call.n, config.bn), cdiv(call.k, config.bk)
+    left, parts = last_round(tiles, k_blocks, busy) if _splits(at) else (0, 1)
+    return {"left": left, "parts": parts}
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ four of 132 SMs are free for adding partials at no cost in rounds.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
@@ -92,6 +93,8 @@ def differences(config: Any) -> list[str]:
     return [f"{field.name}={value}" for field, value in values if value != field.default]
 
 
+SUM_BLOCKS = 4
+SHORT_M, SHORT_ROUNDS = 2048, 8
 HALF_TILE = 0.53
 """Time of a tile of 128 columns, in times of one of 256."""
 
@@ -113,13 +116,24 @@ def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
     return fewest if sms - fewest >= MIN_REDUCER_SMS else sms
 
 
+def last_round(tiles: int, k_blocks: int, busy: int) -> tuple[int, int]:
+    """Return the tiles of the last round that are divided along k, and in how many parts: ``(0, 1)`` if none are.
+
+    ``busy`` SMs multiply. To add a part takes about as long as to multiply SUM_BLOCKS of a tile's ``k_blocks``: with
+    k = 13824 six to eight parts were the fastest, with k = 8192 six to eight, with k = 2560 three (2 x H100,
+    results/split-k-x2).
+    """
+    left = tiles % busy
+    parts = min(busy // left, math.isqrt(k_blocks // SUM_BLOCKS)) if left else 1
+    return (left, parts) if parts > 1 else (0, 1)
+
+
 def in_fewest_rounds(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> KernelConfig:
     """Return a plan of gemm_reduce_scatter, or it with tiles of the other width where these take 4 % less by rounds.
 
-    Between two values of m that is most of what makes another plan the faster one: 5 to 11 % where rounds say 7 to 14
-    (2 x H200, results/lengths-x2). Gathers are left alone: the GPUs differ, and on H100 half tiles took up to 34 % more
-    where rounds say 1 % less. In FP8 a reduce-scatter of 3584 rows takes 11 % less with half tiles, where rounds say 7
-    (2 x H100). For warp-specialised kernels whose sums are not promoted.
+    For FP8 operands whose sums are not promoted: of 3584 rows half tiles take 11 % less, where rounds say 7 (2 x H100).
+    In 16 bits the last round is divided instead. Gathers are left alone: on H100 half tiles took up to 34 % more where
+    rounds say 1 % less.
     """
     if not config.ws or config.bm != 128 or config.dedicated_reducers:
         return config
@@ -128,9 +142,15 @@ def in_fewest_rounds(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -
     return other if then < 0.96 * now else config
 
 
-def _time_in_rounds(blocks: int, n: int, bn: int, sms: int) -> float:
-    """Return the time of tiles of ``blocks`` of 128 rows and ``bn`` of ``n`` columns, in times of a tile of 256."""
-    return cdiv(blocks * cdiv(n, bn), sms) * (1.0 if bn == 256 else HALF_TILE)
+def _time_in_rounds(blocks: int, n: int, bn: int, sms: int, k_blocks: int = 0) -> float:
+    """Return the time of tiles of ``blocks`` of 128 rows and ``bn`` of ``n`` columns, in times of a tile of 256.
+
+    ``k_blocks``: of operands whose last round is divided along k; 0: it is not.
+    """
+    tiles = blocks * cdiv(n, bn)
+    _, parts = last_round(tiles, k_blocks, sms)
+    saved = 1 - 1 / parts - (parts - 1) * SUM_BLOCKS / k_blocks if parts > 1 else 0.0
+    return (cdiv(tiles, sms) - saved) * (1.0 if bn == 256 else HALF_TILE)
 
 
 @functools.lru_cache(1024)
@@ -162,9 +182,11 @@ def by_rule(
     """
     like = k if promoted is None else _time_like(op, k)
     if op == "all_gather_gemm":
-        config = _fewest_rounds(mp * tp, n, sms)[0] if ws else KernelConfig()
+        k_blocks = cdiv(k, 64) if promoted is None else 0
+        config = _fewest_rounds(mp * tp, n, sms, k_blocks)[0] if ws else KernelConfig()
     elif ws:
-        config = KernelConfig(ws=True, stages=3, ring=4, spread=0 if _link_bound(like, tp) else 75)
+        band = _wide(mp, tp) if like >= LONG else 1
+        config = KernelConfig(ws=True, stages=3, ring=4, band=band, spread=0 if _link_bound(like, tp) else 75)
     else:
         config = KernelConfig(stages=3, split=False, band=max(1, 8 // tp), reducers=4 if like >= 2048 else 12)
     if promoted is None:
@@ -174,31 +196,47 @@ def by_rule(
     return replace(config, dedicated_reducers=True) if long and _needed(config, mp, n, tp, sms) < sms else config
 
 
+def _wide(mp: int, tp: int) -> int:
+    """Return the band of 16 row blocks of all destinations: a round of tiles reads about as much of x as of the weight.
+
+    For long k a band of one took 4 to 21 % longer, at the power limit up to 16 % (2 x H100, results/split-k-x2).
+    """
+    return max(1, min(cdiv(mp, 128), 16 // tp))
+
+
 def _link_bound(k: int, tp: int) -> bool:
     """Return True if sending a tile takes most of the time of computing it: NVLink at 350 GB/s, 700 TFLOP/s."""
     return k < 2500 * (tp - 1) / tp
 
 
-def _fewest_rounds(m: int, n: int, sms: int) -> list[KernelConfig]:
-    """Return both tile widths, first the one with less time in rounds."""
+def _fewest_rounds(m: int, n: int, sms: int, k_blocks: int) -> list[KernelConfig]:
+    """Return the tile widths that may be fastest, first the one with less time in rounds.
+
+    ``k_blocks``: as of :func:`_time_in_rounds`. Where it divides the last round, half tiles are for short calls alone:
+    beyond they took longer in 19 of 21 calls, by up to 50 % (2 x H100, results/shipped-plans).
+    """
     configs = [KernelConfig(ws=True, group=16), KernelConfig(ws=True, group=16, bn=128, stages=6)]
+    if k_blocks and (m > SHORT_M or cdiv(m, 128) * cdiv(n, 256) > SHORT_ROUNDS * sms):
+        return configs[:1]
     return sorted(
-        configs, key=lambda config: _time_in_rounds(cdiv(m, 128), n, config.bn, sms)
+        configs, key=lambda config: _time_in_rounds(cdiv(m, 128), n, config.bn, sms, k_blocks)
     )  # the wider one if equal
 
 
 def candidates(
-    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None
-) -> list[KernelConfig]:
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None,
+    divided: bool = True,
+) -> list[KernelConfig]:  # fmt: skip
     """Return what is worth measuring, the choice by rule first; nothing where a slab has too few flags.
 
-    Arguments are those of :func:`by_rule`.
+    Arguments are those of :func:`by_rule`; ``divided``: the last round may be divided along k.
     """
     if promoted is not None:
         plans = _fp8_candidates(op, mp, n, k, tp, sms, ws, promoted)
     elif op == "all_gather_gemm" and ws:
-        first, second = _fewest_rounds(mp * tp, n, sms)
-        plans = [first, replace(first, early=True), replace(first, late=True), second, replace(second, late=True)]
+        first, *others = _fewest_rounds(mp * tp, n, sms, cdiv(k, 64) if divided else 0)
+        plans = [first, replace(first, early=True), replace(first, late=True)]
+        plans += [plan for other in others for plan in (other, replace(other, late=True))]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
         if tp > 2 and 2 * cdiv(mp, 128) <= first.group and n >= 2048 * (tp - 1) / tp:
             plans.insert(1, replace(first, span=2))
@@ -207,18 +245,16 @@ def candidates(
     elif ws:
         first = by_rule(op, mp, n, k, tp, sms, ws)
         spreads = (0, 40) if _link_bound(k, tp) else (75, 40)
-        rows = cdiv(mp, 128)
-        # 16 row blocks at a time, of all destinations: a round of tiles reads about as much of x as of the weight.
-        wide = max(1, min(rows, 16 // tp))
+        rows, wide = cdiv(mp, 128), _wide(mp, tp)
         # Own tiles that fill the last round: nobody waits for them, and nothing is sent meanwhile.
         last = max(1, min(rows, cdiv(sms, cdiv(n, 256))))
-        plans = [replace(first, band=band, spread=spread) for band in (1, wide, last) for spread in spreads]
+        plans = [replace(first, band=band, spread=spread) for band in (first.band, 1, wide, last) for spread in spreads]
         plans += [
             replace(first, band=band, dedicated_reducers=True)
             for band in (1, wide)
             if _needed(first, mp, n, tp, sms) < sms
         ]
-        plans.append(_of_other_width(first))
+        plans.append(_of_other_width(replace(first, band=1)))
     else:
         first = by_rule(op, mp, n, k, tp, sms)
         plans = [first] + [replace(first, reducers=r) for r in (4, 12)]
@@ -234,7 +270,7 @@ def _fp8_candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool, promoted: bool
 ) -> list[KernelConfig]:
     """Return the candidates of 16-bit operands and what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
-    like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws)
+    like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws, divided=False)
     plans = [for_fp8(config, promoted=promoted) for config in like]
     if ws and plans:
         first, rows = plans[0], cdiv(mp, 128)
@@ -245,7 +281,7 @@ def _fp8_candidates(
             reduced = [replace(four, dedicated_reducers=True)] if _needed(first, mp, n, tp, sms) < sms else []
             plans = [first, four, *reduced, eight, *(plan for plan in plans[1:] if not plan.dedicated_reducers)]
         elif by_rule(op, mp, n, k, tp, sms, ws, promoted).dedicated_reducers:
-            plans = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in plans] + [first]
+            plans = [replace(plan, dedicated_reducers=plan.bn > 128) for plan in plans] + [replace(first, band=1)]
     return plans
 
 

@@ -5,9 +5,10 @@
 It copies the tuner's files that are given to ``raw/``, one entry a line. Then it writes
 ``megatron_flux/ops/shipped_plans.json`` and what is between the two marks of the README.
 
-Files in ``raw/`` are the tuner's own: their choices ship as they are. Earlier runs had plans of another form. Of each
-of their calls the fastest of stock and the candidates that this version has ships, by their times. Of a call that
-several have tuned, the first run counts: by name in ``raw/``, then in the order of :data:`RUNS`.
+Files in ``raw/`` are the tuner's own: their choices ship as they are, but for those that are no candidates any more,
+and for near ties (:func:`entry_of`). Earlier runs had plans of another form. Of their calls the fastest of stock and
+the plans that this version can run ships. Of a call that several have tuned, the first run counts: by name in ``raw/``,
+then in the order of :data:`RUNS`.
 
 What a list loses: the tuner is replayed on what a run has measured of a call, with the first of its candidates alone.
 """
@@ -61,6 +62,8 @@ KIND = re.compile(r"(\w+) n=(\d+) k=(\d+) (.+) \S+ tp=(\d) nvlink( stand-in)? \|
 SMS = 132
 TOKENS = tuple(1 << power for power in range(10, 16))
 LEAST = 0.01  # a loss that is called one
+NOISE = 1.02
+"""Bands of a reduce-scatter that were as fast within this at the power limit differed by 4 % below it (split-k-x2)."""
 CLOSE, FINALISTS = 1.08, 6  # how much slower in bursts, and how many, were measured again at the power limit
 
 Times = Mapping[str, float]
@@ -126,19 +129,22 @@ def plan_of(label: str) -> KernelConfig | None:
 
 
 def entry_of(call: Tuned) -> Entry:
-    """Return the present tuner's choice, or the fastest of stock and the candidates that this version has."""
+    """Return what ships: the fastest of stock and the plans. Those of a present tuner must be candidates, and of its
+    16-bit reduce-scatters that are as fast within NOISE the likeliest by rule ships.
+    """
+    plans = {name: plan for name in call.times if (plan := plan_of(name)) is not None}
+    measured = call.sustained or call.times
     if call.chosen is not None:
-        entry, times = call.chosen, call.times
+        likely = [name for plan in call.candidates() if (name := f"fused {plan.label()}") in measured]
+        noise = NOISE if call.op == "gemm_reduce_scatter" and not call.fp8 else 1.0
+        least = min((measured[name] for name in likely), default=0.0)
+        fused = [name for name in likely if measured[name] <= noise * least]
     else:
-        plans = {name: plan for name in call.times if (plan := plan_of(name)) is not None}
-        legal = {
-            name for name, plan in plans.items() if fits(call.op, plan, call.m // call.tp, call.n, call.k, call.tp)
-        }
-        measured = call.sustained or call.times
-        fused = [name for name in ranked(measured) if name in legal]
-        times = measured if "reference" in measured else call.times
-        best = ranked({name: times[name] for name in (*fused[:1], "reference")})[0]
-        entry = Entry(backend="fused", plan=plans[best]) if best in plans else Entry(backend="reference")
+        sizes = call.m // call.tp, call.n, call.k, call.tp
+        fused = [name for name in ranked(measured) if name in plans and fits(call.op, plans[name], *sizes)]
+    times = measured if "reference" in measured else call.times
+    best = ranked({name: times[name] for name in (*fused[:1], "reference")})[0]
+    entry = Entry(backend="fused", plan=plans[best]) if best in plans else Entry(backend="reference")
     names = dict.fromkeys((entry.label, "reference"))
     return entry.model_copy(update={"ms": {name: times[name] for name in names}, "run": call.run})
 

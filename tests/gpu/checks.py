@@ -70,6 +70,7 @@ def poison(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
     for work in slabs(group):
         work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
+        work.sums[0].fill_(float("nan"))
     poison_results()
     dist.barrier(group=group)
 
@@ -126,12 +127,20 @@ def signals(group):
     return f"{kernels} kernels"
 
 
+def divided(group):
+    """Return a shape whose last round leaves most SMs idle: mp, n and k. Hopper kernels divide its tiles along k."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return 256, 256 * (sms // (2 * group.size()) + 1) - 8, 4104
+
+
 def shapes(group):
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
             for mp, n, k in ((256, 1024, 512), (300, 776, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
                 last = compare(group, mp, n, k, dtype, transposed)
     compare(group, 256, 512, 64, integer=True)
+    for dtype, transposed in ((torch.bfloat16, False), (torch.float16, True)):
+        last = compare(group, *divided(group), dtype, transposed)
     return last
 
 
@@ -158,7 +167,8 @@ def plans(group):
 
 def bias(group):
     """A bias in the epilogue: as near to fp32 as torch's own, with another bias in every call of the same kind."""
-    for mp, n, k, transposed in ((256, 1024, 512, False), (256, 520, 1032, True), (100, 520, 264, False)):
+    shapes = (*divided(group), False), (256, 1024, 512, False), (256, 520, 1032, True), (100, 520, 264, False)
+    for mp, n, k, transposed in shapes:
         xs, _, w = operands(group, mp, n, k, torch.bfloat16, transposed)
         product = gather(xs, group).float() @ (w if transposed else w.t()).float()
         for call in range(6):
@@ -172,7 +182,7 @@ def bias(group):
     x, w = torch.ones(128, 4112, device="cuda").bfloat16(), torch.ones(256, 4112, device="cuda").bfloat16()
     y = ops.all_gather_gemm(x, w, group, bias=w[:, 0] * 8.125, epilogue_bias=True, backend=NAME)
     assert (y == 4128).all(), f"4112 + 8.125 is {y.unique().tolist()}, not 4128: rounded before it was added"
-    return "6 calls each of three shapes"
+    return "6 calls each of four shapes"
 
 
 def addend(group):
@@ -184,7 +194,9 @@ def addend(group):
         chosen += [KernelConfig(ws=True, stages=3, band=5), KernelConfig(ws=True, bm=256, bn=128, stages=3)]
         chosen += [KernelConfig(ws=True, teams=2, stages=3)]
     for _ in planned(chosen):
-        for mp, n, k, transposed in ((256, 1024, 512, True), (300, 520, 1032, False), (100, 520, 264, True)):
+        for mp, n, k, transposed in (
+            (*divided(group), False), (256, 1024, 512, True), (300, 520, 1032, False), (100, 520, 264, True),
+        ):  # fmt: skip
             _, x, w = operands(group, mp, n, k, torch.bfloat16, transposed)
             wt = w if transposed else w.t()
             product = x.float() @ wt.float()
@@ -199,7 +211,7 @@ def addend(group):
                 y = ops.gemm_reduce_scatter(x, w, group, transposed=transposed, backend=NAME)
                 mine = error(y, scatter_sum(product, group))
                 assert mine <= 1e-2, f"an addend of the call before is left: {mine}"
-    return f"{len(chosen)} plans, 5 calls each of three shapes"
+    return f"{len(chosen)} plans, 5 calls each of four shapes"
 
 
 def own_gathered(group):
@@ -618,6 +630,7 @@ def late_calls(group, chosen, wrap):
             for work in slabs(group):
                 work.flags[group.rank()].fill_(top - 1)
                 work.epochs.fill_(top)
+                work.sums[1].fill_(top - 1)
             torch.cuda.synchronize()
             dist.barrier(group=group)
         for repeat in range(8 if plan is None else 2 + group.size()):
@@ -634,7 +647,7 @@ def late_hopper(group, wrap=False):
     if not hopper():
         return "no Hopper"
     sizes = (256, 1024, 512)
-    chosen = [(KernelConfig(ws=True), sizes, False)]
+    chosen = [(KernelConfig(ws=True), sizes, False), (KernelConfig(ws=True), divided(group), False)]
     if not wrap:
         chosen += [(KernelConfig(ws=True, early=True, late=True), sizes, False), (None, sizes, True)]
     return late_calls(group, chosen, wrap)

@@ -94,6 +94,7 @@ def compare(group, config, m, n, k, dtype=torch.bfloat16, transposed=False, inte
 
 def shapes(group):
     tp, count = group.size(), 0
+    divided = 256 * (torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1)  # columns: one round and a bit
     for config in ALL.values():
         for dtype in (torch.bfloat16, torch.float16):
             for m, n, k, transposed in (
@@ -105,6 +106,7 @@ def shapes(group):
                 (2048, 2048, 640, True),
                 (2048, 8, 4096, False),  # of an adapter's rank, as result and as what is multiplied over
                 (2048, 4096, 16, False),
+                (512, divided, 4104, False),
             ):
                 if config.fits(m, n, tp, 2):
                     compare(group, config, m, n, k, dtype, transposed)

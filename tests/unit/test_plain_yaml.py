@@ -1,4 +1,4 @@
-"""YAML whose scalars stay as they are written, and what profiles, jobs and --config make of them."""
+"""YAML whose scalars stay as they are written."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_flux import plain_yaml
-from megatron_flux.cli.command_line import read_file
 from megatron_flux.errors import UserError
-from megatron_flux.slurm.profile import Profile
-from megatron_flux.train.options import TrainOptions
 
 WRITTEN = "12:00:00 1:30 0123 0o17 0x1f 1_000 +5 1e3 12.10 .inf no off 2026-11-25 -0"
 
@@ -39,36 +36,3 @@ def test_what_is_no_text(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said) as error:
             load(tmp_path, text)
         assert "\n" not in str(error.value)
-
-
-def profile(folder: Path, lines: str) -> Profile:
-    file = folder / "own.yaml"
-    head = "name: own\ndescription: d\ndevice: cpu\nlink: host\ngpu_request: none\n"
-    file.write_text(head + ("" if "time:" in lines else "time: 10\n") + lines)
-    return Profile.load(str(file))
-
-
-def test_a_profile_has_what_was_written(tmp_path: Path) -> None:
-    assert profile(tmp_path, "time: 12:00:00").time == "12:00:00"
-    assert profile(tmp_path, "time: 720").time == "720"
-    own = profile(
-        tmp_path,
-        "account: 0123\npartition: 1_000\nexclusive: no\nmemory: null\nprocesses_per_node: 010\n"
-        "preflight: {slow_fraction: 0.75}\nenvironment: {A: 12.10, B: off, C: 8}\ntraining: {lr: 0.10, steps: 7}",
-    )
-    assert (own.account, own.partition, own.exclusive, own.memory) == ("0123", "1_000", False, None)
-    assert (own.processes_per_node, own.preflight.slow_fraction) == (10, 0.75)
-    assert own.environment == {"A": "12.10", "B": "off", "C": "8"}
-    assert own.training == {"lr": "0.10", "steps": 7}
-    with pytest.raises(UserError, match=r"environment\.A True: input should be a valid string; put it in quotes"):
-        profile(tmp_path, "environment: {A: true}")
-
-
-def test_options_from_a_file_have_what_was_written(tmp_path: Path) -> None:
-    file = tmp_path / "options.yaml"
-    file.write_text("lr: 1e-4\nwandb_project: 0123\nwandb_tags: [1.10]\nstrict: yes\nlink: none\nsteps: 7\n")
-    options = TrainOptions(**read_file(file, TrainOptions))
-    assert (options.lr, options.wandb_project, options.wandb_tags) == (1e-4, "0123", ["1.10"])
-    assert (options.strict, options.link, options.steps) == (True, "none", 7)
-    file.write_text("wandb_project: 2026")
-    assert TrainOptions(**read_file(file, TrainOptions)).wandb_project == "2026"

@@ -45,6 +45,7 @@ from megatron_flux.kernels.hopper.pieces import (
     wait_flags,
 )
 from megatron_flux.kernels.hopper.scaled import product
+from megatron_flux.kernels.hopper.split_k import finish_part, part_of
 
 
 @gluon.jit
@@ -93,30 +94,32 @@ def _piece(
 @gluon.jit
 def _load(
     s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_kt, mp, rank,
-    GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr,
-    EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr,
+    left, parts, GROUP: gl.constexpr, KCH: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr,
+    EARLY: gl.constexpr, LATE: gl.constexpr, CTAS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     per_source: gl.constexpr = 2 if EARLY or LATE else 1
     slot = 0
     phase = 1
     arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
-    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+    tiles = own * npn * TP
+    for unit in range(gl.program_id(0), tiles + left * (parts - 1), CTAS):
+        t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
         row = _first_row(rb, mp, s.BM)
         if src == rank:
             slot, phase = load_blocks(
-                s, xd, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase
+                s, xd, b, row, pn * s.BN, first, last, xs, 0, row, ws, slot, phase
             )  # fmt: skip
         else:
             for kc in range(KCH):
-                unit = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
-                if unit != arrived:
-                    wait_flags(flags + flag_off + unit, 1, epoch, err, limit, OP_AG, src, unit % per_source, 50)
+                flag = src * per_source + _piece(src, kc, rank, KCH, TP, EARLY, LATE)
+                if flag != arrived:
+                    wait_flags(flags + flag_off + flag, 1, epoch, err, limit, OP_AG, src, flag % per_source, 50)
                     each_thread(FENCE_PROXY, epoch)
-                    arrived = unit
+                    arrived = flag
                 slot, phase = load_blocks(
-                    s, a, b, src * mp + row, pn * s.BN, kc * chunk_kt, gl.minimum((kc + 1) * chunk_kt, kt), gs,
-                    src * kt, row, ws, slot, phase,
+                    s, a, b, src * mp + row, pn * s.BN, gl.maximum(kc * chunk_kt, first),
+                    gl.minimum((kc + 1) * chunk_kt, last), gs, src * kt, row, ws, slot, phase,
                 )  # fmt: skip
 
 
@@ -182,8 +185,9 @@ def _keep(
 
 @gluon.jit
 def _multiply(
-    s, own, npn, kt, bias, xs, ws, n, rank, GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr,
-    CTAS: gl.constexpr, BIAS: gl.constexpr, TEAM: gl.constexpr,
+    s, own, npn, kt, bias, xs, ws, n, rank, left, parts, sums, summed, epoch, err, limit,
+    GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr, CTAS: gl.constexpr, BIAS: gl.constexpr,
+    SPLIT_K: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -192,28 +196,37 @@ def _multiply(
     scale = 0.0
     if s.SCALES == "tensor":
         scale = gl.load(xs) * gl.load(ws)
-    for t in range(gl.program_id(0), own * npn * TP, CTAS):
+    tiles = own * npn * TP
+    for unit in range(gl.program_id(0), tiles + left * (parts - 1), CTAS):
+        t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
         col = 0
         if BIAS:
             _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
-            col = pn * s.BN
-        acc, slot, phase = product(s, slot, phase, kt, scale, bias, col, n, BIAS, TEAM)
-        slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
+            col = gl.where(unit < tiles, pn * s.BN, n)  # the first part's sum has the bias: there is none behind n
+        acc, slot, phase = product(s, slot, phase, last - first, scale, bias, col, n, BIAS, TEAM)
+        if SPLIT_K:
+            slot_d, phase_d = finish_part(
+                acc, s, slot_d, phase_d, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP_AG
+            )  # fmt: skip
+        else:
+            slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "mp"])
+@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "mp", "left", "parts"])
 def hopper_ag_gemm_kernel(
     a, xd, b, c, x, kept, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
-    flag_off, buf_off, n, k, mp, chunk_k, rank,
+    flag_off, buf_off, n, k, mp, chunk_k, rank, left, parts, sums, summed,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, OWN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     BIAS: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``mp`` must be at least ``BM`` and, with scales of "blocks", a multiple of four; ``chunk_k`` a
     multiple of ``BK``. Without ``BIAS`` no bias is read, without ``SCALES`` (None) no scales; of "blocks" ``xs``,
-    ``gs`` and ``ws`` are descriptors, of "tensor" pointers. ``kept`` is read with OWN alone.
+    ``gs`` and ``ws`` are descriptors, of "tensor" pointers. ``kept`` is read with OWN alone. SPLIT_K
+    and what it needs are those of :mod:`megatron_flux.kernels.hopper.split_k`; without, left is 0 and parts 1.
     """
     epoch = gl.load(epochs + slot)
     own = gl.cdiv(mp, BM)
@@ -225,9 +238,10 @@ def hopper_ag_gemm_kernel(
     if TEAMS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 0)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, left, parts, sums, summed, epoch, err, limit,
+                             GROUP, TP, SPAN, CTAS, BIAS, SPLIT_K, 0)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
-                         rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
+                         rank, left, parts, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS, SPLIT_K)),
                 (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
                 (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
                          BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),
@@ -238,10 +252,12 @@ def hopper_ag_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 0)),
-                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, GROUP, TP, SPAN, CTAS, BIAS, 1)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, left, parts, sums, summed, epoch, err, limit,
+                             GROUP, TP, SPAN, CTAS, BIAS, SPLIT_K, 0)),
+                (_multiply, (s, own, npn, kt, bias, xs, ws, n, rank, left, parts, sums, summed, epoch, err, limit,
+                             GROUP, TP, SPAN, CTAS, BIAS, SPLIT_K, 1)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
-                         rank, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS)),
+                         rank, left, parts, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS, SPLIT_K)),
                 (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
                 (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
                          BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),

@@ -19,6 +19,7 @@ Schedule
       kernel holds their SMs: *load* takes these too, and tells the others. So all tiles leave, however few CTAs run,
       since CTAs start in the order of their numbers. Taking costs 0 to 0.5 % in bf16, 1 to 2 % of FP8 in blocks
       (2 x H100). With numbers from a counter, in whatever order CTAs came, it was 1 to 6 %.
+    * With SPLIT_K the tiles of the last round are divided along k: :mod:`megatron_flux.kernels.hopper.split_k`.
 
 Measured (4 x H200, m=1024, n=12288, k=3072)
     Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
@@ -54,6 +55,7 @@ from megatron_flux.kernels.hopper.pieces import (
     wait_flags,
 )
 from megatron_flux.kernels.hopper.scaled import product
+from megatron_flux.kernels.hopper.split_k import finish_part, part_of
 
 
 @aggregate
@@ -117,18 +119,20 @@ def _hear(shares, phase):
 
 @gluon.jit
 def _load(
-    s, shares, a, b, xs, ws, taken, epoch, nrb, npn, kt, mp, rank, workers,
-    BAND: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
+    s, shares, a, b, xs, ws, taken, epoch, nrb, npn, kt, mp, rank, workers, left, parts,
+    BAND: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 1
     said = 0
     share = shares.first
+    tiles = nrb * npn * STEPS
     while share < workers:
-        for t in range(share, nrb * npn * STEPS, workers):
+        for unit in range(share, tiles + left * (parts - 1), workers):
+            t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
             step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
             row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
-            slot, phase = load_blocks(s, a, b, row, pn * s.BN, 0, kt, xs, 0, row, ws, slot, phase)
+            slot, phase = load_blocks(s, a, b, row, pn * s.BN, first, last, xs, 0, row, ws, slot, phase)
         if BESIDE:
             share = _left(taken, epoch, workers)
             said = _tell(shares, share, said)
@@ -139,7 +143,7 @@ def _load(
 @gluon.jit
 def _store(
     s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
-    workers, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
+    workers, left, parts, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -162,7 +166,8 @@ def _store(
                     if piece == 0:
                         start = now() + offset
                     if ((STEPS == 1) | (step != STEPS - 1)) & (t + workers < tiles * STEPS):
-                        while now() - start < piece * step_ns:
+                        gap = gl.where(t + workers < tiles * STEPS - left, step_ns, step_ns // parts)
+                        while now() - start < piece * gap:
                             each_thread(SLEEP, 200)
                 source = s.pieces.index(slot)
                 for to in gl.static_range(TP):
@@ -246,8 +251,8 @@ def _plus(acc, addend, first, row, col, mp, n):
 @gluon.jit
 def _multiply(
     s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
-    workers, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
-    PIECES: gl.constexpr, ADDEND: gl.constexpr, TEAM: gl.constexpr,
+    workers, left, parts, sums, summed, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
+    PIECES: gl.constexpr, ADDEND: gl.constexpr, SPLIT_K: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
@@ -258,14 +263,23 @@ def _multiply(
         scale = gl.load(xs) * gl.load(ws)
     heard = 0
     share = shares.first
+    tiles = nrb * npn * STEPS
     while share < workers:
-        for t in range(share, nrb * npn * STEPS, workers):
-            acc, slot, phase = product(s, slot, phase, kt, scale, None, 0, n, False, TEAM)
+        for unit in range(share, tiles + left * (parts - 1), workers):
+            t, first_k, last_k = part_of(unit, tiles, kt, left, parts, SPLIT_K)
+            acc, slot, phase = product(s, slot, phase, last_k - first_k, scale, None, 0, n, False, TEAM)
             if ADDEND:
-                step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
-                first = ((rank + 1 + step) % STEPS) * mp
-                acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
-            slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
+                if unit < tiles:
+                    step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+                    first = ((rank + 1 + step) % STEPS) * mp
+                    acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
+            if SPLIT_K:
+                OP: gl.constexpr = OP_AR if STEPS == 1 else OP_RS
+                slot_d, phase_d = finish_part(
+                    acc, s, slot_d, phase_d, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP
+                )  # fmt: skip
+            else:
+                slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
         if BESIDE:
             share, heard = _hear(shares, heard)
         else:
@@ -276,18 +290,21 @@ def _multiply(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread", "workers", "mp"])
+@gluon.jit(
+    do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "spread", "workers", "mp", "left", "parts"]
+)
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread, workers,
+    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread, workers, left, parts, sums, summed,
     TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, DEDICATED: gl.constexpr,
-    ADDEND: gl.constexpr, BESIDE: gl.constexpr,
+    ADDEND: gl.constexpr, BESIDE: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """See the module. ``d0`` … ``d7`` are the workspaces of the destinations by step, as pieces (None beyond TP).
     DEDICATED: ``workers`` CTAS multiply, else all; its number is no constant, since it follows from ``mp``.
-    With ADDEND ``addend`` ``[m, n]`` is added to this rank's product before it is rounded.
+    With ADDEND ``addend`` ``[m, n]`` is added to this rank's product before it is rounded. SPLIT_K and what
+    it needs are those of :mod:`megatron_flux.kernels.hopper.split_k`; without, left is 0 and parts 1.
     Without ``SCALES`` (None) no scales are read; of "blocks" ``xs`` and ``ws`` are descriptors, of "tensor" pointers.
     """
     epoch = gl.load(epochs + slot)
@@ -301,12 +318,12 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
-                             PIECES, ADDEND, 0)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 0)),
                 (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
-                         workers if DEDICATED else CTAS, BAND, STEPS, BESIDE)),
+                         workers if DEDICATED else CTAS, left, parts, BAND, STEPS, BESIDE, SPLIT_K)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
                                BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],
@@ -317,15 +334,15 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
-                             PIECES, ADDEND, 0)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 0)),
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE,
-                             PIECES, ADDEND, 1)),
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 1)),
                 (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
-                         workers if DEDICATED else CTAS, BAND, STEPS, BESIDE)),
+                         workers if DEDICATED else CTAS, left, parts, BAND, STEPS, BESIDE, SPLIT_K)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, workers if DEDICATED else CTAS, BAND, TP, STEPS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
                                BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],

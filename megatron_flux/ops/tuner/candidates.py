@@ -98,7 +98,7 @@ def in_fewest_rounds(call: OperatorCall, entry: Entry) -> Entry:
     """Return the entry of another m, with tiles of the width that suits the m of ``call``."""
     if not isinstance(entry.plan, KernelConfig) or call.operator != "gemm_reduce_scatter":
         return entry
-    if call.fp8 is not None and call.fp8.promoted:  # two teams share a tile
+    if call.fp8 is None or call.fp8.promoted:  # the last round is divided along k; two teams share a tile
         return entry
     tp = call.group.size()
     plan = kernel_config.in_fewest_rounds(entry.plan, call.m // tp, call.n, tp, sm_count(call.x.device))

@@ -1,61 +1,10 @@
-"""Variants of ``bench layer``: what their names mean, where they run, what they share, and how rows compare them."""
-
-import json
+"""Variants of ``bench layer``: what they share, and what they are compared with."""
 
 import pytest
 import torch
 
 from megatron_flux.bench import layer, variants
-from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.harness import Variant
-from megatron_flux.bench.layer import row
-from megatron_flux.bench.options import flux_config
 from megatron_flux.errors import FluxError
-
-TRAINED = Workload(model="gpt3-175b", seq=2048, micro_batch=4, layers=4)
-EXPERTS = TRAINED.model_copy(update={"model": "qwen3-30b-a3b"})
-GPU = torch.device("cuda", 0)
-
-
-def test_names() -> None:
-    assert variants.base_of("flux_te_again:backend=fused") == "flux_te"
-    names = ("te", "te_ub", "flux_te:strict=1", "local_again", "unsynchronised")
-    assert [variants.block_of(name, TRAINED) for name in names] == ["te", "te_ub", "te", "local", "local"]
-    assert variants.block_of("no_communication", TRAINED.model_copy(update={"fp8": "current"})) == "te_bound"
-    assert variants.block_of("no_communication", EXPERTS) == "te"
-    assert not variants.is_training("no_communication_again")
-    assert flux_config("flux_te:gather_ahead=false:backend=fused", link="host").gather_ahead is False
-    assert variants.wires_of("te") == variants.wires_of("flux_te") == ("exact", "exact")
-    assert variants.wires_of("flux_te:wire=int8") == ("int8", "exact")
-    assert variants.wires_of("flux_te:forward=chunked:dgrad=chunked_int8") == ("exact", "int8")
-
-
-def test_where_variants_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, fp8 = torch.device("cpu"), TRAINED.model_copy(update={"fp8": "blockwise"})
-    assert variants.why_not("no_communication", TRAINED, cpu, "none") is None
-    assert variants.why_not("te_ub", TRAINED, cpu, "none") == "TransformerEngine needs a GPU"
-    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: name)
-    for link in ("host", "none"):
-        for name in ("te_ub", "unsynchronised"):
-            assert variants.why_not(name, TRAINED, GPU, link) == (
-                f"it needs peer access between GPUs; the link is {link}"
-            )
-        for name in ("te", "local", "flux_te", "flux_local", "no_communication"):
-            assert variants.why_not(name, TRAINED, GPU, link) is None
-    eight_bit = "flux_te:backend=chunked_int8"
-    assert variants.why_not(eight_bit, TRAINED, GPU, "p2p") is None
-    assert "8-bit wire formats are for the links host and p2p" in str(
-        variants.why_not(eight_bit, TRAINED, GPU, "nvlink")
-    )
-    assert variants.why_not("local", fp8, GPU, "nvlink") == "megatron-core's own linears have no FP8"
-    assert variants.why_not("te_ub", fp8, GPU, "nvlink") == "TransformerEngine's userbuffers take no FP8 in blocks"
-    assert variants.why_not(eight_bit, fp8, GPU, "host") == "in FP8 the bytes themselves are sent"
-    for name in ("local", "te_ub"):
-        assert "in TransformerEngine's layers" in str(variants.why_not(name, EXPERTS, GPU, "nvlink"))
-    assert variants.why_not("flux_te", EXPERTS, GPU, "nvlink") is None
-    decode = TRAINED.model_copy(update={"mode": "decode", "sequence_parallel": False})
-    assert "copies are those of gathers" in str(variants.why_not("unsynchronised", decode, GPU, "nvlink"))
-    assert "trainings with sequence parallelism" in str(variants.why_not("te_ub", decode, GPU, "nvlink"))
 
 
 def test_variants_share_parameters_and_their_gradients() -> None:
@@ -72,33 +21,6 @@ def test_variants_share_parameters_and_their_gradients() -> None:
         variants.share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
     with pytest.raises(FluxError, match=r"0\.weight: shapes \(2, 4\) and \(2, 3\)"):
         variants.share(torch.nn.Sequential(torch.nn.Linear(4, 2)), weights)
-
-
-def samples(ms: float) -> dict[str, list[object]]:
-    steps = [4 * ms + shift for shift in (-4.0, 0.0, 4.0)]
-    return {"step_ms": steps, "host_ms": [9.0] * 3, "sm_clock_mhz": [None, 1400.0, 1500.0],
-            "throttle_reasons": [[], ["sw_power_cap"], ["hw_slowdown"]]}  # fmt: skip
-
-
-def rows_of(**ms: float) -> list[dict[str, object]]:
-    by_name = {name: samples(value) for name, value in ms.items()}
-    return [row(TRAINED, Variant(name, lambda: None), by_name) for name in ms]
-
-
-def test_rows_have_the_names_that_others_rely_on() -> None:
-    te, flux, bound = rows_of(te=20.0, flux_te=17.0, no_communication=15.0)
-    assert (te["speedup_vs_te"], te["hidden_share"], te["speedup_vs_te_ci95"]) == (1.0, 0.0, None)
-    assert (flux["speedup_vs_te"], flux["hidden_share"]) == (pytest.approx(20 / 17, abs=1e-4), 0.6)
-    assert (bound["hidden_share"], bound["training"]) == (1.0, False)
-    assert (te["ms_per_layer"], te["ms_per_layer_low"], te["ms_per_layer_high"]) == (20.0, 19.5, 20.5)
-    assert (te["host_ms_per_step"], te["sm_clock_mhz"]) == (9.0, 1450.0)
-    assert te["throttle_reasons"] == ["hw_slowdown", "sw_power_cap"]
-    json.dumps([te, flux, bound], allow_nan=False)
-
-
-def test_without_te_or_a_faster_bound_nothing_is_made_up() -> None:
-    assert all(r["speedup_vs_te"] is r["hidden_share"] is None for r in rows_of(local=20.0, no_communication=15.0))
-    assert [r["hidden_share"] for r in rows_of(te=20.0, no_communication=20.0)] == [None, None]
 
 
 def test_results_are_compared_with_a_training() -> None:

@@ -4,13 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_flux.comm import links
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Beside
 from megatron_flux.log_once import log_once
-from megatron_flux.ops.backends.fused import limit
 from tests.unit.groups import group_of
 
 ALONE = Beside(others=False, high_priority=False)
@@ -48,36 +46,7 @@ def test_the_rule(
     assert caplog.text.count("set CUDA_DEVICE_MAX_CONNECTIONS=1 before CUDA starts") == helps, "once, if it helps"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "capability", "reason"),
-    [
-        (torch.bfloat16, 8, (8, 0), None),
-        (torch.float32, 8, (9, 0), "bf16, fp16 or FP8"),
-        (torch.bfloat16, 3, (9, 0), "2, 4 or 8 ranks, not 3"),
-        (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
-    ],
-)
-def test_limits(dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None) -> None:
-    found = limit(dtype, size, capability)
-    assert (found is None) if reason is None else reason in (found or "")
-
-
-def with_options(options: Any) -> Any:
-    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-
-
-def no_backend(device: torch.device) -> None:
-    raise RuntimeError("no backend for cuda")
-
-
-@pytest.mark.parametrize(
-    ("group", "high"),
-    [
-        (with_options(SimpleNamespace(is_high_priority_stream=True)), True),
-        (with_options(SimpleNamespace(is_high_priority_stream=False)), False),
-        (with_options(None), False),
-        (SimpleNamespace(_get_backend=no_backend), False),
-    ],
-)
-def test_priority_is_read_from_the_groups_options(group: Any, high: bool) -> None:
-    assert links._has_high_priority(group) is high
+def test_priority_is_read_from_the_groups_options() -> None:
+    for options, high in ((SimpleNamespace(is_high_priority_stream=True), True), (None, False)):
+        group: Any = SimpleNamespace(_get_backend=lambda _, options=options: SimpleNamespace(options=options))
+        assert links._has_high_priority(group) is high

@@ -8,19 +8,6 @@ import pytest
 from megatron_flux.comm.agreement import Box
 
 
-def test_messages_are_read_once_and_in_order() -> None:
-    own, address = Box.create()
-    peer, other = Box.at(address), Box.at(address)
-    assert list(peer.new()) == []
-    own.put(1, b"one")
-    own.put(2, b"")
-    assert list(peer.new()) == [(1, b"one"), (2, b"")]
-    own.put(2**40, large := b"x" * 3_000_000)
-    assert list(peer.new()) == [(2**40, large)]
-    assert list(peer.new()) == []
-    assert len(list(other.new())) == 3
-
-
 @pytest.mark.parametrize("missing", ["end", "number", "length", "text"])
 def test_a_message_that_is_seen_in_parts_is_not_there(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As processors show it that reorder."""

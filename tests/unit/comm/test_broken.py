@@ -1,8 +1,5 @@
 """An exception in the middle of a call leaves a poisoned slab, or a graph that cannot be replayed."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +9,7 @@ import torch
 
 from megatron_flux.comm import slab as slabs
 from megatron_flux.comm import timeouts as watch
-from megatron_flux.comm.slab import CopyStream, Slab
+from megatron_flux.comm.slab import Slab
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import OperatorError
 
@@ -39,30 +36,6 @@ def claim(work: Slab, capture: int | None) -> bool:
     ):
         work.claim()
     return synchronise.called
-
-
-def test_every_further_call_is_told_which_one_was_broken_off(
-    alarm: watch.Alarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("megatron_flux"), "handlers", [handler])
-    work, before = slab(alarm, captured=False), watch.timeouts()
-    work.claim()
-    with pytest.raises(ValueError, match="two"), poison_on_error(work, "all_gather_gemm"):
-        raise ValueError("one\ntwo")
-    with pytest.raises(OperatorError) as caught:
-        work.claim()
-    said = str(caught.value)
-    assert said.startswith("rank 5 (tp rank 1 of 2): a call of all_gather_gemm was broken off here by ValueError: one;")
-    assert "\n" not in said
-    assert logged == [said]
-    work.poison("gemm_reduce_scatter", RuntimeError())  # the first is what matters
-    assert alarm.message() == said
-    alarm.tell()
-    assert capsys.readouterr().err == ""  # it has been logged
-    assert watch.timeouts() == before
 
 
 def test_a_timeout_is_not_hidden_by_what_it_raises(alarm: watch.Alarm) -> None:
@@ -111,31 +84,3 @@ def test_a_capture_that_cannot_be_spoilt_is_ended(alarm: watch.Alarm, monkeypatc
     work.poison("all_gather", torch.OutOfMemoryError())
     assert len(ended) == 1
     assert claim(work, None)
-
-
-@pytest.mark.parametrize("branched", [False, True])
-def test_the_branch_of_the_copies_joins_the_capture(
-    branched: bool, alarm: watch.Alarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stream that is not captured cannot be waited for by one that is."""
-    current, joined = ["main"], []
-
-    @contextmanager
-    def stream(other: str) -> Iterator[None]:
-        before, current[0] = current[0], other
-        yield
-        current[0] = before
-
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: branched or current[0] == "main")
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda: SimpleNamespace(wait_stream=lambda other: joined.append((*current, other))),
-    )
-    monkeypatch.setattr(torch, "_assert_async", lambda *of: None)
-    work = slab(alarm, captured=True)
-    work.side = CopyStream("copies", None, None)  # type: ignore[arg-type]
-    claim(work, 7)
-    work.poison("all_gather_gemm", RuntimeError())
-    assert joined == ([("main", "copies")] if branched else [])

@@ -11,7 +11,6 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copy_engine
 from megatron_flux.comm.copy_engine import WHOLE, Edges, Side
 from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream
-from megatron_flux.ops.kernel_config import KernelConfig
 
 MP, K, HALF = 4, 24, 1
 SIDE = Side(5, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
@@ -24,7 +23,6 @@ EDGES = {
 
 
 def slabs(tp: int) -> list[Any]:
-    """A slab as every rank sees it; a half holds the buffer ``[tp * MP, K]`` of int16."""
     size = 2 * tp * MP * K
     data = [torch.full((2 * size,), 255, dtype=torch.uint8) for _ in range(tp)]
     flags = [torch.zeros(2 * FLAG_WORDS, dtype=torch.int32) for _ in range(tp)]
@@ -55,28 +53,6 @@ def check(work: list[Any], edges: Edges, added: int) -> None:
         words = FLAG_WORDS * HALF + ENTER_WORDS + torch.tensor(seen)
         assert (work[0].flags[rank] != 0).nonzero().flatten().tolist() == words.tolist()
         assert (work[0].flags[rank][words] == 9).all()
-
-
-def test_the_order_of_eight() -> None:
-    small, rest, most, last = slice(0, 8), slice(8, 30), slice(0, 24), slice(24, 30)
-    found = copy_engine.order(8, 30, Edges(early=True, late=True, columns=8))
-    whole = [(step, 0, slice(0, 30)) for step in range(3, 7)]
-    assert found == [
-        (1, 0, small), (2, 0, small), (1, 1, rest), (2, 1, rest), *whole, (7, 0, most), (7, 1, last),
-    ]  # fmt: skip
-
-
-def test_two_ranks_have_one_other_shard_first_and_last() -> None:
-    both = copy_engine.order(2, 24, Edges(early=True, late=True, columns=8))
-    assert both == [(1, 0, slice(0, 8)), (1, 1, slice(8, 24))]
-    assert copy_engine.order(2, 24, Edges(late=True, columns=8)) == [(1, 0, slice(0, 16)), (1, 1, slice(16, 24))]
-
-
-@pytest.mark.parametrize(("k", "columns"), [(8192, 2048), (200, 64), (512, 128), (64, 0), (40, 0)])
-def test_a_quarter_of_the_columns_in_whole_blocks(k: int, columns: int) -> None:
-    """A shard of one block is not cut."""
-    assert KernelConfig(ws=True, early=True).edges(k) == (Edges(early=True, columns=columns) if columns else Edges())
-    assert KernelConfig(ws=True).edges(k) == Edges()
 
 
 class Told:
@@ -122,29 +98,6 @@ def test_a_flag_follows_its_data_to_the_same_peer(tp: int, edges: Edges, monkeyp
     check(ranks, edges, added=5)
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_columns_are_sent_from_their_place_to_the_same_place(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every peer's matrix a rank writes its own columns, and the flag of its shard behind them."""
-    ranks, mp, k = slabs(tp), 3, 5
-    whole = torch.randint(0, 255, (k, tp * mp)).byte()
-    begin = HALF * ranks[0].half_bytes
-    gathered = [data[begin : begin + whole.numel()].view(k, tp * mp) for data in ranks[0].data]
-    for rank, work in enumerate(ranks):
-        mine = slice(rank * mp, (rank + 1) * mp)
-        place = gathered[rank][:, mine]
-        place.copy_(whole[:, mine])
-        told = Told(monkeypatch, work)
-        copy_engine.push_in_place(work, HALF, mp, k).send(SIDE, place.data_ptr())
-        peers = [peer for kind, peer in told.order if kind == "data"]
-        assert told.order == [(kind, peer) for peer in peers for kind in ("data", "flag")]
-        assert sorted(peers) == [peer for peer in range(tp) if peer != rank]
-    for rank, work in enumerate(ranks):
-        assert torch.equal(gathered[rank], whole)
-        first = HALF * FLAG_WORDS + ENTER_WORDS
-        arrived = work.flags[rank][first : first + tp].tolist()
-        assert [bool(word) for word in arrived] == [peer != rank for peer in range(tp)]
-
-
 def test_slabs_of_a_group_share_the_stream_of_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that copies are sent in the order in which they are enqueued; those of captured calls have another."""
     made: list[Any] = []
@@ -170,17 +123,3 @@ def test_slabs_of_a_group_share_the_stream_of_their_copies(monkeypatch: pytest.M
     assert [side.stream for side in sides] == [0, 0, 1]
     assert sides[0].keep.before is not sides[1].keep.before, "each slab has its own events"
     assert [copy_engine.side_of(work).stream for work in works] == [0, 0, 1]
-
-
-def test_a_block_of_rows_is_described_as_cuda_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def accept(wanted: Any, stream: int) -> int:
-        seen.append(ctypes.string_at(ctypes.addressof(wanted._obj), ctypes.sizeof(wanted._obj)))
-        return 0
-
-    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuMemcpy2DAsync_v2=accept))
-    driver.copy_rows(0x1000, 0x2000, 48, 4, 96, 0)
-    words = [int.from_bytes(seen[0][i : i + 8], "little") for i in range(0, len(seen[0]), 8)]
-    #        x, y, type, host, address, array, pitch: of the source, of the target; width, rows (cuda.h, CUDA_MEMCPY2D)
-    assert words == [0, 0, 4, 0, 0x2000, 0, 96, 0, 0, 4, 0, 0x1000, 0, 96, 48, 4]

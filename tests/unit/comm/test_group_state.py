@@ -22,7 +22,6 @@ class Group:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Slabs that were made, without memory."""
     found: list[Any] = []
 
     def make(group: Any, half_bytes: int, device: torch.device, captured: bool, fill: Any) -> Any:

@@ -13,30 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_flux import cuda_driver
 from megatron_flux.comm import host_schedule
 from megatron_flux.comm.host_schedule import (
-    BEGUN,
-    BUSY,
     EMPTY,
-    EPOCH,
-    HEAD,
-    LINE,
-    MIB,
-    PAGE,
-    POSITION,
     Layout,
     Program,
-    chunks,
-    default_layout,
-    progress_word,
 )  # fmt: skip
 from megatron_flux.comm.lanes import DOWN, LANES, Batch, Behind, Mark, read, store
-from megatron_flux.cuda_driver import MOST, WRITE, WordOp
-from megatron_flux.errors import UserError
+from megatron_flux.cuda_driver import WRITE, WordOp
 
 CUTS = [0, 700, 701, 9000]
 SIZE = CUTS[-1]
@@ -83,8 +69,6 @@ def driven(batch: Batch) -> list[Params]:
 
 
 class Ranks:
-    """The memory of all ranks of a group."""
-
     at_rest = EMPTY
 
     def __init__(self, layout: Layout) -> None:
@@ -156,7 +140,6 @@ class Ranks:
 
 
 def run(queues: list[list[Callable[[], bool]]], rng: random.Random) -> None:
-    """Everything, in an order of chance."""
     places = [0] * len(queues)
     while True:
         left = [i for i, queue in enumerate(queues) if places[i] < len(queue)]
@@ -191,73 +174,7 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
             ranks.every_order(kind, programs[kind], one_queue, rng)
 
 
-def test_the_parts_of_a_gather_say_where_its_pieces_end() -> None:
-    program = host_schedule.gather(Layout(3, 600, 3), 0, [0, 1 << 30, 2 << 30], CUTS)
-    assert [[piece for _, piece in part.pieces] for part in program.parts] == [[], [0, 0], [1, 1], [2, 2]]
-    assert all(step.lane == DOWN for step in program.parts[0].steps), "nothing that waits for a peer"
-
-
-@pytest.mark.parametrize("kind", ["gather", "exchange"])
-def test_lanes_write_down_which_call_they_are_in(kind: str) -> None:
-    """Seen from outside before and behind every batch, in the second call of a program."""
-    ranks = Ranks(Layout(2, 600, 3))
-    program = getattr(host_schedule, kind)(ranks.layout, 0, ranks.regions, CUTS)
-    for epoch in (7, 8):
-        program.stamp(epoch)
-        for lane, batches in enumerate(program.batches):
-            assert len(batches) > 2
-            seen = []
-            for batch in batches:
-                for one in batch.operations:
-                    if one.kind == WRITE:
-                        store(one.address, one.value)
-                seen.append(
-                    tuple(read(ranks.regions[0] + progress_word(lane, what)) for what in (EPOCH, POSITION, BUSY))
-                )
-            assert seen == [(epoch, i, int(i < len(batches) - 1)) for i in range(len(batches))]
-        assert read(ranks.regions[0] + BEGUN) == epoch
-
-
-@given(tp=st.integers(2, 8), slot_bytes=st.sampled_from([5000, 2 * MIB]), slots=st.integers(3, 6))
-def test_slots_and_words_lie_apart(tp: int, slot_bytes: int, slots: int) -> None:
-    layout = Layout(tp, slot_bytes, slots)
-    starts = sorted(layout.slot(use) for use in range(slots))
-    assert layout.slot(slots) == layout.slot(0)
-    assert all(after - before >= slot_bytes for before, after in itertools.pairwise(starts))
-    assert all(start % PAGE == 0 for start in starts)
-    assert starts[-1] + slot_bytes <= layout.region_bytes
-    words = [word for reader in range(tp) for word in layout.words_of(reader)]
-    assert len(set(words)) == len(words)
-    assert set(words) <= set(layout.own_words())
-    assert max(words) + LINE <= starts[0]
-    counters = [BEGUN, *(progress_word(lane, what) for lane in LANES for what in (EPOCH, POSITION, BUSY))]
-    assert len(set(counters)) == len(counters)
-    assert max(counters) + 4 <= HEAD <= min(words)
-
-
-def test_default_size() -> None:
-    """Up to four ranks find room in what a container has unless it is told otherwise."""
-    assert [round(default_layout(tp).total_bytes / MIB) for tp in (2, 3, 4, 8)] == [48, 24, 32, 64]
-    with pytest.raises(UserError, match="needs at least 3 slots, 2 were given"):
-        Layout(2, MIB, 2)
-
-
-@given(first=st.integers(0, 10**6), total=st.integers(0, 10**6), most=st.integers(600, 10**6))
-def test_chunks_cover_everything_once(first: int, total: int, most: int) -> None:
-    parts = chunks(first, first + total, most)
-    assert len(parts) == -(-total // most)
-    assert [offset for offset, _ in parts] == [first + sum(n for _, n in parts[:i]) for i in range(len(parts))]
-    assert sum(nbytes for _, nbytes in parts) == total
-    assert all(0 < nbytes <= most for _, nbytes in parts)
-
-
-def test_more_than_the_driver_takes_is_refused() -> None:
-    with pytest.raises(ValueError, match="256 memory operations for one call of the driver, which takes 255"):
-        cuda_driver.table([WordOp(WRITE, 4 * i, i) for i in range(MOST + 1)])
-
-
 def test_what_is_laid_out_keeps_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else does, of a flush."""
     monkeypatch.setattr(cuda_driver, "library", Driver())
     table = cuda_driver.table([WordOp(WRITE, 0, 0)])
     kept, laid_out = weakref.ref(table), cuda_driver.call_of(table, 7)

@@ -84,9 +84,9 @@ POINTERS = {
     **dict.fromkeys(
         ("a", "b", "c", "bias", "addend", "x", "kept", "recv", "out", *(f"d{i}" for i in range(8))), "*bf16"
     ),
-    **dict.fromkeys(("xs", "gs", "ws"), "*fp32"),
+    **dict.fromkeys(("xs", "gs", "ws", "sums"), "*fp32"),
     **dict.fromkeys(("data_table", "flag_table"), "*i64"),
-    **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
+    **dict.fromkeys(("flags", "ctrl", "epochs", "err", "summed"), "*i32"),
     "limit": "i64",
 }
 DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off", "apart")
@@ -163,6 +163,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         "TP": tp, "BM": bm, "BN": bn, "BK": bk, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16,
         "SCALES": (None, "tensor", "blocks")[fp8], "PROMOTE": bool(given.get("PROMOTE", 0)),
         "TEAMS": (teams := given.get("TEAMS", 1 + given.get("PROMOTE", 0))),
+        "SPLIT_K": not fp8 and not given.get("BESIDE"),
     }  # fmt: skip
     weight = tile(bk, bn, kinds[1]) if transposed else tile(bn, bk, kinds[1])
     types = {**POINTERS, "a": tile(bm, bk, kinds[0]), "xd": tile(bm, bk, kinds[0]), "b": weight, "c": tile(bm, 64)}
@@ -230,7 +231,7 @@ def operands_of(op: str, given: dict[str, int]) -> list[str]:
     return found + [name for switch, names in more.items() if switch in given for name in names]
 
 
-ROWS = {"gemm_rs": ("a", "mp", "workers"), "ag_gemm": ("a", "xd", "c", "mp")}
+ROWS = {"gemm_rs": ("a", "mp", "workers", "left", "parts"), "ag_gemm": ("a", "xd", "c", "mp", "left", "parts")}
 SCALES = {"gemm_rs": ("xs",), "ag_gemm": ("xs", "gs")}
 """Arguments that follow from m, as of :mod:`megatron_flux.ops.hopper_arguments`; those of blocks."""
 

@@ -78,7 +78,7 @@ def test_sums_of_fp8_are_promoted(kernels: dict[str, Any]) -> None:
     assert kernels["9.0 ag_gemm"]["sums"] == 0
     for name in ("9.0 ag_gemm fp8 tensor", "9.0 ag_gemm fp8 blocks"):
         assert kernels[name]["sums"] >= 64, name
-    assert kernels["gathered and not kept, half tiles, two ranks"]["sums"] == 0
+    assert kernels["gathered and not kept, half tiles, two ranks"]["sums"] == 64  # of a tile divided along k
     for name, least in (("fp8 gathered, promoted", 256), ("fp8 gathered, blocks, half tiles", 128)):
         assert kernels[name]["sums"] >= least, name
 
@@ -101,7 +101,7 @@ def test_launches_lay_parameters_out_as_the_kernels_want_them(kernels: dict[str,
     """Compared with the compiled kernels in :func:`tests.unit.kernels.compiled.relaunched`."""
     assert all(kernels[name]["relaunched"] >= 39 for name in kernels.keys() - PLAIN)
     for name in kernels.keys() - PLAIN:  # what follows from m must not be part of what is compiled
-        assert not {"mp", "workers"} & set(kernels[name]["specialised"])
+        assert not {"mp", "workers", "left", "parts"} & set(kernels[name]["specialised"])
 
 
 def test_sums_for_all_ranks_are_launched_without_triton(printed: list[dict[str, Any]]) -> None:

@@ -14,8 +14,6 @@ K, N = 24, 40
 
 
 class Scale:
-    """The least that is a norm."""
-
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
         return x * weight, None, x.new_ones(len(x))
 
@@ -76,23 +74,6 @@ def test_autocast_in_forward_holds_in_backward(operands: tuple[torch.Tensor, ...
         with_autocast, without = (gradients(layer, given, True, on) for on in (True, False))
         assert seen == [True, False]
         assert all(torch.equal(*pair) for pair in zip(with_autocast, without, strict=True))
-
-
-def test_the_newest_one_of_the_group_is_taken_once(operands: tuple[torch.Tensor, ...]) -> None:
-    group = group_of(1)
-    held = [column_parallel_linear(*operands[:2], None, group, backend="reference") for _ in range(2)]
-    found = prefetch.take(group)
-    assert found is held[1].grad_fn.linear
-    assert prefetch.take(group) is None
-
-
-def test_without_gather_ahead_there_is_none(operands: tuple[torch.Tensor, ...]) -> None:
-    group = group_of(1)
-    held = [
-        column_parallel_linear(*operands[:2], None, group, backend="reference", gather_ahead=on) for on in (True, False)
-    ]
-    assert prefetch.take(group) is None
-    del held
 
 
 def test_a_forward_that_fails_leaves_none(operands: tuple[torch.Tensor, ...]) -> None:

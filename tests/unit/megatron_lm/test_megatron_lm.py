@@ -40,29 +40,8 @@ def test_arguments_become_the_config() -> None:
     assert config_from(parsed("--flux", "--no-flux-keep-gathered")) == FluxConfig(keep_gathered=False)
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("ON", True), ("", False), ("no", False)])
-def test_the_variable_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX", value)
-    assert parsed().flux is on
-    assert parsed("--flux").flux is True
-    assert parsed("--no-flux").flux is False
-
-
 def arguments(**changes: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{"flux": True, "tensor_model_parallel_size": 2, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"cuda_graph_impl": "local", "data_parallel_size": 4},
-        {"high_priority_stream_groups": ["dp_cp"]},
-        {"cuda_graph_impl": "full_iteration", "overlap_grad_reduce": True, "data_parallel_size": 2},
-        {"sequence_parallel": False},
-    ],
-)
-def test_what_goes_with_flux_passes(changes: dict[str, Any]) -> None:
-    validate(arguments(**changes))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +111,6 @@ def test_a_row_is_what_happened_since_the_last_one() -> None:
 
 @pytest.mark.parametrize("tag", ["core_v0.15.3", "core_v0.16.1", "core_v0.19.0"])
 def test_patch_sets_call_functions_that_exist(tag: str) -> None:
-    """The set for 0.16.1 is also run, in tests/megatron_lm."""
     text = "".join(path.read_text() for path in (PATCHES / tag).glob("*.patch"))
     called = set(re.findall(r"^\+.*from megatron_flux\.megatron_lm import (\w+)", text, flags=re.MULTILINE))
     assert called == {"add_arguments", "validate", "install", "log"}

@@ -60,7 +60,6 @@ def sampled_record(iteration: int, *, flux: bool = False, ranks: int = 2, **chan
 
 
 def _call(operator: str, calls: int, time: float, gemm: float, serial: float) -> dict[str, Any]:
-    """One entry of ``flux/calls``."""
     return example("calls") | {
         **{"operator": operator, "m": 64, "n": 96, "k": 32, "dtype": "bfloat16", "tp": 2, "withheld": None},
         **{"backend": "tuned: fused default", "calls": calls, "time_ms": time, "gemm_ms": gemm, "serial_ms": serial},

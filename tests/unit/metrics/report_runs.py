@@ -12,7 +12,6 @@ RESULTS = Path(__file__).parents[3] / "results"
 
 
 def info(**changes: Any) -> dict[str, Any]:
-    """A ``config.json``; ``changes`` are settings."""
     settings = {"command": "compare", "preset": "tiny", "shape": SHAPE, "padded_vocab_size": 384, "tp": 2, "seed": 1234}
     settings |= {"precision": "bf16", "global_batch_size": 4, "lr": 1e-3, "steps": 18, "wandb_project": "project-x"}
     return {
@@ -45,7 +44,6 @@ def full_variants(pairs: int = 6) -> dict[str, list[Record]]:
 
 
 def full_run(folder: Path, variants: dict[str, list[Record]] | None = None, **settings: Any) -> Path:
-    """A comparison with samples and breakdowns."""
     write_run(folder, variants or full_variants(), info(**settings))
     for variant in ("baseline", "flux"):
         (folder / variant / "breakdown.json").write_text(json.dumps(breakdown(flux=variant == "flux")))

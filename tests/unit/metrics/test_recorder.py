@@ -34,19 +34,8 @@ def superseded(path: Path, number: int) -> Path:
     return path.with_name(f"metrics.jsonl.superseded-{number}")
 
 
-def test_each_record_is_in_the_file_when_write_returns(path: Path) -> None:
-    with JsonlRecorder(path) as recorder:
-        for n in (1, 2, 3):
-            recorder.write(record(n))
-            # Read through another handle, while the writer has neither flushed nor closed anything itself.
-            lines = path.read_bytes().split(b"\n")
-            assert (len(lines), lines[-1]) == (n + 1, b"")
-            assert strict_json.loads(lines[-2].decode())["iteration"] == n
-
-
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 2.5])
 def test_round_trip(path: Path, loss: float) -> None:
-    """Every documented field, and one that is not."""
     written = sampled_record(
         1, flux=True, **{"flux/fallbacks": {'réason "x"\n</script>': 3}, "mfu": None, "own": "NaN"}
     )
@@ -62,10 +51,7 @@ def test_round_trip(path: Path, loss: float) -> None:
     ("iteration", "name", "value"),
     [
         (2, "grad-norm", None),
-        (2, "iteration", True),
-        (2, "warmup", 0),
         (2, "flux/fallbacks", {"reason": -1}),
-        (2, "flux/e_overlap", {"all_gather_gemm": "high"}),
         (1, "own", 1),  # not later than the last
     ],
 )
@@ -110,10 +96,8 @@ def test_resume_after_a_torn_line(path: Path, torn: str, resume_from: int) -> No
     [
         (b"[1]", "dictionary"),
         (b'{"iteration": 2}', "'lm loss': Field required"),
-        (json.dumps(record(2) | {"lm loss": math.nan}).encode(), "expected value"),
         (json.dumps(record(2) | {"lm loss": "low"}).encode(), "unable to parse string as a number, not 'low'"),
         (json.dumps(record(1)).encode(), "iteration 1 after iteration 1"),
-        (b"\xff\xfe", "expected value"),
     ],
 )
 def test_malformed_line_is_one_line_with_file_and_number(path: Path, line: bytes, cause: str) -> None:
@@ -128,7 +112,6 @@ def test_malformed_line_is_one_line_with_file_and_number(path: Path, line: bytes
 
 
 def polled(tail: RecordTail) -> int:
-    """Return the number of records so far."""
     tail.poll()
     return len(tail.records)
 

@@ -10,13 +10,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from megatron_flux.metrics.report import figures, write_report
+from megatron_flux.metrics.report import write_report
 from megatron_flux.metrics.report.page import Chapter, Part, html
 from megatron_flux.metrics.report.run import Run, load_all
-from megatron_flux.metrics.report.training import WAITS_INCLUDED, chapter, ranks_part
-from megatron_flux.metrics.schema import FUSED_WAITS
-from tests.unit.metrics.metrics_records import Record, interleaved, sampled_record, write_run
-from tests.unit.metrics.report_runs import full_run, one_variant
+from megatron_flux.metrics.report.training import chapter
+from tests.unit.metrics.metrics_records import Record, interleaved, write_run
+from tests.unit.metrics.report_runs import full_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028{{ 7 * 7 }}"
 INFO: dict[str, Any] = {
@@ -27,7 +26,6 @@ INFO: dict[str, Any] = {
 
 
 def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
-    """Nothing was sampled."""
     variants = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
     variants["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
     variants["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
@@ -36,7 +34,6 @@ def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
 
 @pytest.fixture(autouse=True)
 def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out five megabytes of a library."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "plotly.js")
 
 
@@ -99,36 +96,6 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert json.loads(found)["c-p"]["data"][0]["name"] == HOSTILE
 
 
-def test_step_times_are_in_order_of_execution() -> None:
-    figure, caption = figures.step_times(plain_variants(2))
-    assert {trace.name: trace.x for trace in figure.data} == {
-        "baseline": (2, 3, 10, 11, 12), "baseline, not timed": (1,), "flux": (5, 6, 7, 8, 9), "flux, not timed": (4,)
-    }  # fmt: skip
-    low, high = figure.layout.yaxis.range
-    assert low < 90 < 100 < high < 130
-    assert caption.endswith("above the axis: 1.")
-
-
-def test_long_runs_are_thinned_to_their_extremes() -> None:
-    (few,), (many,) = (
-        figures.curves({"flux": [{"iteration": n, "x": (n * 7919) % count} for n in range(count)]}, "x", "")[0].data
-        for count in (100, 20_000)
-    )
-    assert (len(few.x), max(few.y)) == (100, 99)
-    assert len(many.x) <= figures.MAX_POINTS
-    assert (min(many.y), max(many.y)) == (0, 19_999)
-
-
-def test_where_the_time_goes_adds_up(full: dict[str, Part]) -> None:
-    part = full["time"]
-    rows = {row[0]: row[1:] for row in part.rows}
-    for column, whole in ((0, 100.0), (1, 95.0)):
-        assert sum(float(row[column]) for row in list(rows.values())[:8]) == pytest.approx(whole)
-    assert rows["fused operators"] == ("0.00", "12.00")
-    assert rows[WAITS_INCLUDED] == ("58.00", "53.00")
-    assert FUSED_WAITS in part.caption
-
-
 def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     variants = plain_variants()
     for item in variants["baseline"] + variants["flux"]:
@@ -144,39 +111,3 @@ def test_what_is_missing_is_said(full: dict[str, Part], tmp_path: Path) -> None:
     assert dict(full["findings"].rows)["GPU clocks held down"] == "sw_power_cap in 10, of 10 samples"
     empty = parts(load(write_run(tmp_path / "empty", {"baseline": [], "flux": []}, INFO)))
     assert not [part.id for part in empty.values() if part.figure is not None]
-
-
-def test_the_slowest_among_many_ranks() -> None:
-    ranks = range(128)
-    # Of stock nothing is seen but steps of the same length: ranks wait for each other.
-    flux = {"operators_ms": [55.0 if rank == 77 else 100.0 + rank % 5 for rank in ranks], "step_ms": [1000.0] * 128}
-    placed = {"nodes": [f"node-{number}" for number in range(16)], "node_of_rank": [rank // 8 for rank in ranks]}
-    variants = {
-        name: [sampled_record(n, flux=name == "flux", ranks=128) for n in (1, 2)] for name in ("baseline", "flux")
-    }
-    for name, records in variants.items():
-        for item in records:
-            item["flux/run"] |= placed
-            item["flux/ranks"] |= flux if name == "flux" else {"operators_ms": [0.0] * 128}
-    shown = ranks_part(variants)
-    assert isinstance(shown, Part)
-    own = {row[0]: row[1] for row in shown.rows}
-    assert own["flux, rank 77 on node-9"] == "945.0"
-    assert shown.caption == "Listed are the 16 slowest of 128."
-    assert len(shown.rows) == 32
-
-
-def test_several_runs(tmp_path: Path) -> None:
-    runs = [full_run(tmp_path / "first"), full_run(tmp_path / "second", shape={"hidden_size": 128}, lr=1.0)]
-    file = write_report(runs, tmp_path / "out")
-    assert file == tmp_path / "out" / "report.html"
-    text = file.read_text()
-    assert "<title>2 runs</title>" in text
-    assert re.search(r"shape.hidden_size</th><td>64</td><td>128</td>", text)
-    assert re.search(r"lr</th><td>0.001</td><td>1.0</td>", text)
-    assert '<a href="#run2">second</a>' in text
-
-
-def test_a_training_of_one_variant_is_not_compared(tmp_path: Path) -> None:
-    flux = load(one_variant(tmp_path / "flux-job", "flux"))
-    assert flux.verdict == "flux alone: 90.17 ms per step (median of 17)"

@@ -1,25 +1,19 @@
 """The summary: figures from known records, and what it makes of records that are not normal."""
 
-import json
 import math
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_flux.errors import UserError
-from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.metrics.summary import (
     largest,
-    paired_blocks,
     relative_difference,
     speedup_interval,
     summarize,
 )
-from tests.unit.metrics.metrics_records import Record, interleaved, record
+from tests.unit.metrics.metrics_records import Record, record
 
 
 def variant(times: list[float], *, flux: bool = False) -> list[Record]:
@@ -83,28 +77,6 @@ def test_fallbacks_of_all_starts_are_counted() -> None:
     for n in (0, 2, 3):
         flux[n]["flux/run"] = {"arm": "flux"}
     assert summarize([], flux, {})["flux_fallbacks"] == {"fp8": 26 * 5, "tp": 2}
-
-
-def test_blocks_pair_in_order_and_warmup_blocks_do_not_shift_them() -> None:
-    variants = interleaved(3, {"baseline": [1, 2, 3], "flux": [10, 20, 30]}, per_block=1)
-    assert paired_blocks(variants["baseline"], variants["flux"]) == [([1], [10]), ([2], [20]), ([3], [30])]
-    variants["flux"][0]["warmup"] = True
-    assert paired_blocks(variants["baseline"], variants["flux"]) == [([2], [20]), ([3], [30])]
-    assert paired_blocks(variants["baseline"], variants["flux"][:2]) == [([2], [20])]
-
-
-def test_the_file_is_strict_json(tmp_path: Path) -> None:
-    info: dict[str, Any] = {"versions": {"torch": "2.13"}, "device": {"name": "cpu"}, "layout": {"tp": 2}}
-    baseline = variant([0.1])
-    baseline[0]["lm loss"] = math.inf
-    summary = summarize(baseline, variant([0.1], flux=True), info | {"config": {"path": Path("data")}})
-    assert {name: summary[name] for name in info} == info
-    strict_json.write(tmp_path / "summary.json", summary)
-    text = (tmp_path / "summary.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == summary
-    assert '"Infinity"' in text
-    with pytest.raises(UserError, match="cannot write"):
-        strict_json.write(Path("/dev/null/missing/summary.json"), {})
 
 
 def test_secrets_are_found_by_name_at_any_depth() -> None:

@@ -28,7 +28,6 @@ def names(out: Path, *, load: Path | None = None, **options: Any) -> description
 
 
 def test_folders_of_one_name_are_different_groups(tmp_path: Path) -> None:
-    """And so is one that is overwritten."""
     found = {names(tmp_path / day / "x", overwrite=True).group for day in ("monday", "tuesday", "monday")}
     assert all(re.fullmatch(ALONE, group) for group in found)
     assert len(found) == 3
@@ -52,14 +51,3 @@ def test_a_resumed_run_keeps_its_names_in_another_job(tmp_path: Path, monkeypatc
     assert names(tmp_path / "x", load=tmp_path) == first
     # A checkpoint of another folder begins a run of its own.
     assert names(tmp_path / "y", load=tmp_path).group == "job-4711-y"
-
-
-def test_wandbs_own_group_stays_as_it_is_and_its_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setenv("WANDB_RUN_GROUP", "sweep")
-        first, second = (names(tmp_path / day / "x") for day in "ab")
-        assert first.group == second.group == "sweep"
-        assert first.run != second.run
-        assert re.fullmatch(f"sweep-{ALONE}", first.run)
-        assert names(tmp_path / "a" / "x", load=tmp_path) == first
-    assert names(tmp_path / "a" / "x", load=tmp_path).run == first.run

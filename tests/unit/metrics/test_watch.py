@@ -3,18 +3,13 @@
 import io
 import json
 import os
-import threading
 import time
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from megatron_flux.metrics import watch
-from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.watch import view
-from tests.unit.metrics.metrics_records import record
 from tests.unit.metrics.report_runs import one_variant
 
 
@@ -56,29 +51,3 @@ def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
     os.utime(run / "config.json", (later, later))
     assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
     assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())
-
-
-def test_a_terminal_is_followed_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, screen = tmp_path / "run", io.StringIO()  # the run is not there yet
-    terminal = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr(watch, "Console", lambda **_: terminal)
-    monkeypatch.setattr(watch, "REFRESH_S", 0.05)
-
-    def wait_for(text: str) -> None:
-        deadline = time.monotonic() + 60
-        while text not in screen.getvalue():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    follower = threading.Thread(target=watch.watch, args=[run], daemon=True)
-    follower.start()
-    wait_for("Ctrl-C ends")
-    one_variant(run, "flux", steps=20)
-    wait_for("18 of 20")
-    with JsonlRecorder(run / "flux" / "metrics.jsonl", resume_from=18) as recorder:
-        recorder.write(record(19, flux=True, **{"lm loss": 1.2345}))
-    wait_for("1.2345")
-    (run / "ended.json").write_text('{"state": "finished", "iterations": {}}')
-    follower.join(timeout=60)
-    assert not follower.is_alive()
-    assert "ended: all steps done" in screen.getvalue()

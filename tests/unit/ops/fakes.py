@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import megatron_flux
 from megatron_flux import cuda_driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy, Push, Side
@@ -24,6 +28,26 @@ from megatron_flux.ops.call import OperatorCall
 from tests.unit.groups import group_of
 
 STREAM, SIDE, BEFORE, AFTER = 10, 20, 1, 2
+PACKAGE = str(Path(megatron_flux.__file__).parent) + os.sep
+
+
+def called(call: Callable[[], Any]) -> list[str]:
+    """Functions of the package that run in ``call``, as ``file:name``, in order; one for all of Triton's kernels."""
+    found: list[str] = []
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            kernel = name.startswith((f"{PACKAGE}kernels/plain", f"{PACKAGE}kernels/device"))
+            if not (kernel and found[-1].startswith("kernel:")):
+                found.append("kernel:" if kernel else f"{name.removeprefix(PACKAGE)}:{frame.f_code.co_name}")
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
 
 
 class OnGpu(torch.Tensor):
@@ -52,7 +76,7 @@ class Work:
         self.table: Any = None
         self.poisoned: list[tuple[str, BaseException]] = []
         self.data = [torch.zeros(2 << 20, dtype=torch.uint8).as_subclass(OnGpu) for _ in range(2)]
-        self.flags, self.flag_table, self.epochs = [None, None], None, None
+        self.flags, self.flag_table, self.epochs, self.sums = [None, None], None, None, (None, None)
         self.data_table: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
         self.alarm: Any = SimpleNamespace(words=None, limit=1, close=lambda: None)
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]
@@ -95,8 +119,6 @@ def no_launch(*_: Any, **__: Any) -> None:
 
 
 class OneWay(Backend):
-    """A backend that gives every call the same configuration."""
-
     needs_cuda = True
     name = "one way"
 
@@ -159,7 +181,6 @@ class Gpu:
         self.work = work
 
     def backend(self, config: Any = None) -> OneWay:
-        """Register a backend ``one way``."""
         backend = OneWay(config)
         self._patch.setitem(registry._backends, "one way", backend)
         return backend

@@ -16,6 +16,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.log_once import log_once
 from megatron_flux.ops.backend import Backend
 from megatron_flux.ops.backends import chunked, registry
+from megatron_flux.ops.backends.fused import limit
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -54,31 +55,19 @@ def test_a_name_can_be_taken_once(name: str) -> None:
     assert ops.backend_names() == before
 
 
-def test_auto_takes_the_last_registered_that_can() -> None:
+def test_auto_takes_the_last_registered_that_can_unless_it_must_be_asked_for() -> None:
     group = group_of(2)
     state_of(group).plans["a call"] = "of the backend before"
     ops.register_backend(Named("first"))
     assert state_of(group).plans == {}
     assert selected("auto") == "first"
-    ops.register_backend(Named("second"))
-    assert selected("auto") == "second"
     ops.register_backend(Named("unable", "not on Tuesdays"))
-    assert selected("auto") == "second"
-    assert selected("first") == "first"
-
-
-def test_auto_leaves_out_backends_that_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where they could run."""
-    for backend in registry._backends.values():
-        monkeypatch.setattr(backend, "why_not", lambda *operands: None)
-        monkeypatch.setattr(backend, "untested", lambda *operands: None, raising=False)
-    assert selected("auto") == "tuned"
-    assert selected("fused") == "fused"
     shy = Named("shy")
     shy.automatic = False
     ops.register_backend(shy)
-    assert selected("auto") == "tuned"
-    assert selected("shy") == "shy"
+    assert (selected("auto"), selected("shy")) == ("first", "shy")
+    with pytest.raises(UserError, match="backend 'unable' cannot run this call: not on Tuesdays; use backend='auto'"):
+        selected("unable")
 
 
 def test_auto_passes_over_what_is_untested_and_a_name_warns_once(
@@ -119,12 +108,6 @@ def test_auto_is_reference_where_there_is_no_gpu(caplog: pytest.LogCaptureFixtur
     ops.stats.reset()
 
 
-def test_a_backend_asked_for_by_name_says_why_it_cannot() -> None:
-    ops.register_backend(Named("unable", "not on Tuesdays"))
-    with pytest.raises(UserError, match="backend 'unable' cannot run this call: not on Tuesdays; use backend='auto'"):
-        selected("unable")
-
-
 @pytest.mark.parametrize("captures", [True, False])
 def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
     """The tuner asks chunked, so that auto says why stock runs in graphs."""
@@ -146,10 +129,15 @@ def test_chunked_is_captured_where_its_transport_can_be(monkeypatch: pytest.Monk
         assert "run it once before" in (get_backend("chunked").why_not(x, None, group) or "")
 
 
-def test_an_8_bit_wire_counts_the_bytes_it_sends() -> None:
-    group, x, w = group_of(4), torch.zeros(64, 8), torch.zeros(256, 8)
-    sums = OperatorCall("gemm_reduce_scatter", x, w, group)
-    gathers = OperatorCall("all_gather", torch.zeros(16, 256), None, group)
-    assert get_backend("chunked").bytes_received(sums) == sums.bytes_received == 3 * 16 * 256 * 4
-    for call in (sums, gathers):
-        assert get_backend("chunked_int8").bytes_received(call) == 3 * (16 * 256 + 4 * 16 * 2), "and a scale for 128"
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability", "reason"),
+    [
+        (torch.bfloat16, 8, (8, 0), None),
+        (torch.float32, 8, (9, 0), "bf16, fp16 or FP8"),
+        (torch.bfloat16, 3, (9, 0), "2, 4 or 8 ranks, not 3"),
+        (torch.bfloat16, 8, (7, 5), "compute capability 8.0, this GPU has 7.5"),
+    ],
+)
+def test_limits_of_fused(dtype: torch.dtype, size: int, capability: tuple[int, int], reason: str | None) -> None:
+    found = limit(dtype, size, capability)
+    assert (found is None) if reason is None else reason in (found or "")

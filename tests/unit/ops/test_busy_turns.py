@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron_flux.comm.collectives import Pending
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import host_bound, trial
 from megatron_flux.ops.tuner.cache import Entry
@@ -37,7 +35,6 @@ class Turns:
         self.trial.begun |= {1: -1, 2: -1}
 
     def tick(self, ms: float) -> None:
-        """Let the host be busy for so long."""
         self.clock += ms / 1e3
 
     def call(self, *, idle: bool | set[int], ms: dict[int, float], m: int = 4096) -> bool:
@@ -108,22 +105,6 @@ def test_where_the_host_is_the_bound_its_time_counts(
         assert bool(found.ms) == (share == 0.9 or slower == 1.2)
 
 
-def test_the_hosts_time_is_robust(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns in which something else took the host, the first ones among them, decide nothing; there are enough."""
-    draw = random.Random(0)
-
-    def each() -> Any:
-        late = 5.0 if turns.calls < 15 or draw.random() < 0.2 else 0.0
-        turns.host = {i: ms * draw.uniform(0.95, 1.05) + late for i, ms in {0: 0.25, 1: 0.5, 2: 0.6}.items()}
-        return True, {0: 3.0, 1: 2.0, 2: 2.5}
-
-    for _ in range(20):
-        turns = Turns(monkeypatch, CHUNKED)
-        assert decided(turns, each) == UNMEASURED
-        counts = [sum(turn.candidate == i for turn in turns.trial.timed) for i in range(3)]
-        assert min(counts) >= 2 * trial.SAMPLES
-
-
 def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work leaves the GPU behind the host for so long that stock's calls alone find it busy."""
     turns, draw = Turns(monkeypatch, CHUNKED), random.Random(0)
@@ -136,64 +117,8 @@ def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest
     assert decided(turns, each) == UNMEASURED
 
 
-@pytest.mark.parametrize(("stock", "runs"), [(1.3, None), (3.0, 2)])
-@pytest.mark.parametrize("share", [0.0, 0.15])
-def test_stock_takes_part_where_its_times_are_known(
-    monkeypatch: pytest.MonkeyPatch, stock: float, runs: int | None, share: float
-) -> None:
-    """It loses no more of the GPU's time than it gains of the host's. While all calls run stock the GPU is behind the
-    host, and that counts where it is not, once they have run others.
-    """
-    draw, busy = random.Random(0), (False, {0: stock, 1: 1.0, 2: 1.08})
-    for _ in range(20):
-        turns = Turns(monkeypatch, CHUNKED)
-        turns.host = {0: 0.2, 1: 0.6, 2: 0.7}
-        found = decided(turns, lambda: busy if turns.calls < 14 or draw.random() < share else (True, BY_HOST))  # noqa: B023
-        assert (found.pieces, found.ms) == (runs, {})
-
-
-def test_few_turns_that_find_the_gpu_busy_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns(monkeypatch, CHUNKED)
-    turns.host = {0: 0.2, 1: 0.6, 2: 0.7}
-    # Of stock and of two pieces one each.
-    assert decided(turns, lambda: (turns.calls not in (1, 8), {0: 3.0, 1: 1.0, 2: 1.0})) == UNMEASURED
-
-
-def test_an_asynchronous_calls_wait_is_the_hosts_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between both the host does other things."""
-    turns = Turns(monkeypatch)
-
-    def run(call: Any) -> Pending:
-        turns.tick(0.2)
-        return Pending(torch.zeros(1), lambda: turns.tick(0.3))
-
-    backends: Any = SimpleNamespace(
-        plan=lambda call, entry: SimpleNamespace(run=run, replay_ms=None), processes=lambda group: PROCESSES
-    )
-    call: Any = SimpleNamespace(
-        x=torch.zeros(1), m=4096, bytes_received=0, async_op=True, group=SimpleNamespace(size=lambda: 2)
-    )
-    plan = trial.TrialPlan(call, turns.trial, backends, lambda *_: UNMEASURED)
-    plan._compiles = False
-    plan.run(call).wait()
-    begun = plan.run(call)
-    turns.tick(5.0)
-    begun.wait()
-    assert turns.trial._samples[0].host == pytest.approx(0.5)
-
-
 def medians(turns: list[Timed]) -> dict[int, float]:
     return {candidate: statistics.median(found) for candidate, found in effects_of(turns).items()}
-
-
-@pytest.mark.parametrize("fixed", [0.0, 0.2, 2.0], ids="fixed {}".format)
-def test_rows_do_not_decide(fixed: float) -> None:
-    """The slower one has the long calls, whose time a row is less; ``fixed`` is what every call takes."""
-    turns = [Timed(i, 64, (fixed + 0.064) * ratio) for i, ratio in ((0, 1.0), (1, 1.04))]
-    turns += [Timed(0, rows, fixed + 0.001 * rows) for rows in (32, 40, 48)]
-    turns += [Timed(1, rows, (fixed + 0.001 * rows) * 1.04) for rows in (100, 120, 128)]
-    found = medians(turns)
-    assert found[1] - found[0] == pytest.approx(math.log(1.04))
 
 
 def test_noise_and_an_outlier_do_not_decide() -> None:
@@ -211,36 +136,9 @@ def test_noise_and_an_outlier_do_not_decide() -> None:
     assert wrong <= 4
 
 
-def test_one_candidate_alone() -> None:
-    assert medians([Timed(0, rows, 1.0 * rows) for rows in (32, 64)]) == {0: 0.0}
-    assert effects_of([]) == {}
-
-
 @pytest.mark.parametrize(("rows", "runs"), [((8, 8), None), ((8, 9), 0)])
 def test_calls_that_will_be_replayed_take_the_host_what_a_replay_does(rows: tuple[int, int], runs: int | None) -> None:
     """Where calls keep their shape: elsewhere their memory does not come again."""
     turns = [Timed(i, row, 1.0, False, host) for row in rows for i, host in enumerate((0.2, 0.6))]
     assert host_bound.weighed(1, turns, [], {1: 0.14}) == runs
     assert host_bound.weighed(1, turns, [], {}) == 0
-
-
-def test_ranks_seldom_ask_while_kernels_are_compiled_and_long_before_they_need_an_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a plan that is known: nothing else is to be found out."""
-    turns = Turns(monkeypatch, ENTRIES[:2], known=True)
-    sent, read, compiled = [], [], [False]
-
-    def begin(mine: Any, group: Any, about: str) -> Any:
-        sent.append(turns.calls)
-        return lambda: (read.append(turns.calls), [mine, mine])[1]
-
-    monkeypatch.setattr(trial.agreement, "begin", begin)
-    monkeypatch.setattr(trial, "_state", lambda *_: compiled[0])
-    while len(read) < 3:
-        assert turns.call(idle=False, ms=dict.fromkeys(range(3), 1.0))
-    assert read == [16, 32, 48]
-    assert sent[:3] == [8, 24, 40]
-    compiled[0] = True
-    assert decided(turns, lambda: (False, dict.fromkeys(range(3), 1.0))) == ENTRIES[1]
-    assert turns.calls <= 97

@@ -88,18 +88,3 @@ def test_a_call_that_has_a_name_leaves_the_others_theirs(monkeypatch: pytest.Mon
     assert table.spec == numbers[0]
     calls.compare_calls(one._replace(x=torch.zeros(8, 8)))
     assert len(table.words) == 1, "one more: the older ones are forgotten"
-
-
-@pytest.mark.parametrize(
-    ("operator", "shape", "received"),
-    [
-        ("all_gather_gemm", (4, 3, 6), 2 * 3 * 8 * 4),
-        ("gemm_reduce_scatter", (1, 3, 6), 3 * 6 * 4),
-        ("gemm_all_reduce", (2, 3, 6), 2 * 3 * 6 * 4),
-        ("all_gather", (4, 3, 8), 2 * 3 * 8 * 4),
-    ],
-)
-def test_shapes_and_bytes_of_results(operator: str, shape: tuple[int, ...], received: int) -> None:
-    weight = None if operator == "all_gather" else torch.zeros(6, 8)
-    call = OperatorCall(operator, torch.zeros(2, 3, 8), weight, group_of(2))
-    assert (call.result_shape, call.bytes_received) == (shape, received)

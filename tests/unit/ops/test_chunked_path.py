@@ -1,13 +1,11 @@
-"""Chunked calls on GPUs that are not there: what ranks enqueue is right in every order that streams allow, and it takes
-few calls of Python and of the driver.
-"""
+"""Chunked calls on GPUs that are not there. That they give the same in every order of streams: test_recordings.py."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_flux import cuda_driver, ops
+from megatron_flux import cuda_driver
 from megatron_flux.comm import host_link, host_progress
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
 from megatron_flux.errors import OperatorError
-from megatron_flux.ops.backend import BackendPlan
 from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.call import OperatorCall
 from tests.unit.comm.test_host_schedule import Driver, Ranks, run
 from tests.unit.groups import SizedGroup, group_of
 from tests.unit.ops.fakes import OnGpu
-from tests.unit.ops.test_call_path import called
 
 pytest.importorskip("triton")
 
@@ -39,7 +35,6 @@ MP, N, K = 12, 5, 40
 
 
 def number(handle: Any) -> int:
-    """Return a handle that may come as an object of ctypes."""
     found: int = getattr(handle, "value", handle)
     return found
 
@@ -68,18 +63,15 @@ class Cuda(Driver):
         return self.handles
 
     def put(self, operation: Callable[[], object], stream: int | None = None) -> None:
-        """Enqueue ``operation``, by default in the caller's stream."""
         self.add(self.current if stream is None else stream, "do", lambda: (operation(), True)[1])
 
     def add(self, stream: int, kind: str, what: Any) -> None:
-        """Enqueue or record."""
         if self.recorded is None:
             self.queues[stream].append(self.ready(kind, what))
         else:
             self.recorded[stream].append((kind, what))
 
     def ready(self, kind: str, what: Any) -> Callable[[], bool]:
-        """Return what runs."""
         if kind == "do":
             run: Callable[[], bool] = what
             return run
@@ -142,8 +134,6 @@ class Cuda(Driver):
 
 
 class Bell:
-    """In place of the alarm."""
-
     seconds = 10.0
 
     def __init__(self, *_: Any) -> None:
@@ -262,42 +252,6 @@ def integers(*shape: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape).float()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_order_of_the_streams_gives_the_same(scene: Scene, seed: int) -> None:
-    """Calls of all kinds, two of them open over others. What they read is written just before they begin; it and all
-    that they have allocated is written over as soon as they have ended.
-    """
-    rng, backend = random.Random(seed), scene.backend
-    order = ("all_gather_gemm", "gemm_reduce_scatter")[:: 1 if seed % 2 else -1]
-    torch.manual_seed(seed)
-    for turn in range(4):
-        w, v = integers(N, K), integers(K, N)
-        shards, others, wholes = ([integers(rows, k) for _ in range(2)] for rows, k in ((MP, K), (MP, K), (2 * MP, N)))
-        gathered, sums = torch.cat(shards), sum(whole @ v.t() for whole in wholes)
-        want = gathered, gathered @ w.t(), torch.cat(others), sums
-        found: list[list[torch.Tensor]] = []
-        for rank, group in scene.on_ranks():
-            x, whole, other = (torch.zeros_like(one[rank]) for one in (shards, wholes, others))
-            for to, one in ((x, shards), (whole, wholes), (other, others)):
-                to.copy_(one[rank])
-            opened = backend.all_gather(OperatorCall("all_gather", other, None, group))
-            left = backend.gemm_reduce_scatter(OperatorCall("gemm_reduce_scatter", whole, v, group, async_op=True))
-            for operator in order:
-                if operator == "all_gather_gemm":
-                    y, full = backend.all_gather_gemm(OperatorCall(operator, x, w, group))
-                else:
-                    z = backend.gemm_reduce_scatter(OperatorCall(operator, whole, v, group)).wait()
-            z_left, rows = left.wait(), opened.wait()
-            again = rows
-            if turn % 2:  # its end would stand in for those before it
-                again = backend.all_gather(OperatorCall("all_gather", other, None, group)).wait()
-            found.append(scene.taken((full, y, rows, z, z_left, again), (x, whole, other)))
-        scene.finish(rng)
-        for rank, mine in enumerate(found):
-            share = want[3][rank * MP : (rank + 1) * MP]
-            assert all(map(torch.equal, mine, (*want[:3], share, share, want[2])))
-
-
 def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
     (_, group), *_ = scene.on_ranks()
     scene.cuda.status = 801
@@ -315,15 +269,11 @@ recorded: list[tuple[int, Any]] = []
 
 
 class Noted(OnGpu):
-    """Notes the streams that it is read on."""
-
     def record_stream(self, stream: Any) -> None:
         recorded.append((self.data_ptr(), stream))
 
 
 class Transport:
-    """Moves nothing."""
-
     tp, rank = 2, 0
     lanes = SimpleNamespace(current=lambda: torch._C._cuda_getCurrentRawStream(0))
 
@@ -354,43 +304,3 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
         now[0] = waits_on
         pending.wait()
         assert [stream for address, stream in recorded if address == transport.theirs] == expected
-
-
-@pytest.mark.parametrize("call", [cuda_driver.record, cuda_driver.wait])
-def test_a_thread_that_has_not_called_cuda_yet_gets_its_context(
-    call: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Autograd's threads; CUDA's runtime does so by itself."""
-    made: list[bool] = []
-    driver = SimpleNamespace(
-        cuEventRecord=lambda *_: 0 if made else 201, cuStreamWaitEvent=lambda *_: 0 if made else 201
-    )
-    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
-    monkeypatch.setattr(cuda_driver, "make_context_current", lambda: made.append(True))
-    call(1, 0)
-    assert made == [True]
-
-
-def test_a_warm_call_is_few_calls_of_python_and_of_the_driver(scene: Scene) -> None:
-    """Two pieces of two chunks each: four driver calls for a chunk, two at the end, and those between streams."""
-    (_, group), *_ = scene.on_ranks()
-    x, w, whole, v = integers(MP, 25), integers(N, 25), integers(2 * MP, K), integers(25, K)
-    calls = (
-        OperatorCall("all_gather_gemm", x, w, group),
-        OperatorCall("gemm_reduce_scatter", whole, v, group),
-    )
-    most = {"all_gather_gemm": 52, "gemm_reduce_scatter": 60}
-    asked = {
-        "all_gather_gemm": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1},
-        "gemm_reduce_scatter": {"record": 4, "wait": 5, "words": 10, "copy": 8, "gate": 1, "add": 1},
-    }
-    for call in calls:
-        state_of(group).plans["auto", call.spec] = plan = BackendPlan(scene.backend, call)
-        plan.counted = call.operator, "chunked"
-        more = {"return_gathered": True} if call.operator == "all_gather_gemm" else {}
-        made = functools.partial(getattr(ops, call.operator), call.x, call.weight, group, **more)
-        made()
-        scene.cuda.asked.clear()
-        functions = called(made)
-        assert len(functions) <= most[call.operator], functions
-        assert Counter(scene.cuda.asked) == asked[call.operator]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -17,28 +16,9 @@ from megatron_flux.comm.slab import Slab
 from megatron_flux.kernels import ahead, launch
 from megatron_flux.kernels import transpose as transposes
 from megatron_flux.ops import early, fused_gather
-from megatron_flux.patch import patcher
 
 LIMIT = 600 * 10**9  # nanoseconds
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """Kernels that were asked for; nothing compiles them."""
-    asked: list[bytes] = []
-
-    def submit(job: bytes) -> Future[Any]:
-        asked.append(job)
-        return Future()
-
-    threads = SimpleNamespace(submit=submit)
-    for name, value in (("_threads", lambda: threads), ("_done", {}), ("ahead", {})):
-        monkeypatch.setattr(ahead, name, value)
-    monkeypatch.setattr(early, "capability", lambda device: (9, 0))
-    early.compile_small_kernels.cache_clear()
-    yield asked
-    early.compile_small_kernels.cache_clear()
 
 
 def slab() -> Any:
@@ -50,7 +30,13 @@ def slab() -> Any:
     return Slab(*at, None, None)
 
 
-def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_launch_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[bytes] = []
+    threads = SimpleNamespace(submit=lambda job: jobs.append(job) or Future())  # type: ignore[func-returns-value]
+    for name, value in (("_threads", lambda: threads), ("_done", {}), ("ahead", {})):
+        monkeypatch.setattr(ahead, name, value)
+    monkeypatch.setattr(early, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(early, "compile_small_kernels", functools.cache(early.compile_small_kernels.__wrapped__))
     early.compile_small_kernels(2, GPU)
     early.compile_small_kernels(2, GPU)
     assert len(jobs) == 4
@@ -72,43 +58,3 @@ def test_calls_launch_what_was_compiled(jobs: list[bytes], monkeypatch: pytest.M
     for kernel, arguments, constants in launched:
         assert ahead.job_of(kernel, arguments, constants, 90) in jobs, kernel.__name__
         assert launch.key_of(kernel, arguments, constants, 0) in ahead.ahead
-
-
-def test_a_kernel_that_is_not_ready_is_compiled_by_the_call(jobs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    early.compile_small_kernels(2, GPU)
-    made: list[Any] = []
-    monkeypatch.setattr(launch, "ahead", ahead.ahead)
-
-    def compiled(kernel: Any, *_: object) -> Any:
-        made.append(kernel)
-        return SimpleNamespace(cubin=b"", name="", shared=0)
-
-    monkeypatch.setattr(launch, "warm_up", compiled)
-    monkeypatch.setattr(launch, "Kernel", lambda compiled: compiled)
-    monkeypatch.setattr(launch.driver, "load", lambda *_: 1)
-    given = fused_gather._gather_wait(slab(), 0)
-    launch.load(given.kernel, given.arguments, given.constants, 0)
-    assert made == [given.kernel]
-
-
-@pytest.mark.parametrize(("tp", "patched", "link", "asked"), [
-    (2, True, None, True), (1, True, None, False), (2, False, None, False), (2, True, "host", False),
-])  # fmt: skip
-def test_a_model_on_gpus_under_patch_has_them_compiled(
-    tp: int, patched: bool, link: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = SimpleNamespace(model_parallel_is_initialized=lambda: True, get_tensor_model_parallel_world_size=lambda: tp)
-    monkeypatch.setitem(patcher.sys.modules, "megatron.core.parallel_state", state)
-    monkeypatch.setattr(patcher, "_replacements", [object()] if patched else [])
-    monkeypatch.setattr(patcher, "_linears", object())
-    monkeypatch.setattr(patcher, "_install", lambda _: None)
-    monkeypatch.setattr(patcher, "_of_wrappers", lambda _: ())
-    monkeypatch.setattr(patcher.links, "asked", lambda: link)
-    seen: list[Any] = []
-    monkeypatch.setattr(early, "compile_small_kernels", lambda *of: seen.append(of))
-    parameter: Any = SimpleNamespace(is_cuda=True, device=GPU, get_device=lambda: 0)
-    patcher._begin_model(nn.Module(), "weight", parameter)
-    assert seen == ([(tp, GPU)] if asked else [])
-    nn.Linear(2, 2)  # on CPUs, and a module without bias registers None
-    nn.Linear(2, 2, bias=False)
-    assert len(seen) == asked

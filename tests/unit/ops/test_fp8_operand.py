@@ -9,10 +9,7 @@ import torch
 
 from megatron_flux.errors import UserError
 from megatron_flux.ops import gemm as gemms
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, gemm_ready, quantized
-from megatron_flux.ops.gemm import gemm_only
-from tests.unit.groups import group_of
+from megatron_flux.ops.fp8_operand import Fp8Operand, Fp8Pair, quantized
 
 E4M3 = torch.float8_e4m3fn
 SQUARE = {"tensor": "tensor", "1x128": "128x128"}  # scaling of the weight beside x
@@ -23,32 +20,6 @@ def numbers(rows: int, k: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-6, 6, (rows, k // 8 + 1), generator=generator).float())
     return torch.randn(rows, k, generator=generator) * sizes.repeat_interleave(8, 1)[:, :k]
-
-
-@pytest.mark.parametrize("scaling", ["tensor", "1x128", "128x128"])
-@pytest.mark.parametrize("shape", [(130, 300), (128, 128), (3, 17)])
-def test_dequantized_is_what_was_quantized(scaling: str, shape: tuple[int, int]) -> None:
-    x = numbers(*shape)
-    operand = quantized(x, scaling)
-    error = (operand.dequantized() - x).abs()
-    assert (error <= x.abs() / 16 + x.abs().max() * 2**-9).all()
-    assert operand.dequantized().ne(0).any()
-
-
-def test_scales_of_rows_lie_by_block_of_k_first() -> None:
-    data = torch.ones(6, 256).to(E4M3).view(torch.uint8)
-    scales = torch.arange(16.0).view(2, 8)
-    found = Fp8Operand(data, E4M3, scales, "1x128").dequantized()
-    assert found[3, 0] == 3
-    assert found[3, 127] == 3
-    assert found[3, 128] == 11
-    assert gemm_ready(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).tolist() == [[1, 3, 5, 0], [2, 4, 6, 0]]
-
-
-def test_scales_of_blocks_lie_by_row_first() -> None:
-    data = torch.ones(130, 130).to(E4M3).view(torch.uint8)
-    found = Fp8Operand(data, E4M3, torch.arange(8.0).view(2, 4), "128x128").dequantized()
-    assert [found[0, 0], found[0, 129], found[129, 0], found[129, 129]] == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
@@ -69,27 +40,12 @@ def test_cublaslt_gets_what_begins_at_16_bytes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def displaced(operand: Fp8Operand) -> Fp8Operand:
-    """Copy the operand to memory that begins elsewhere."""
     data, scales = (
         torch.cat([torch.zeros(1, dtype=of.dtype), of.flatten()])[1:].view(of.shape)
         for of in (operand.data, operand.scale_inv)
     )
     assert data.data_ptr() % 16
     return Fp8Operand(data, operand.dtype, scales, operand.scaling)
-
-
-@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
-def test_shards_have_their_own_scales(scaling: str) -> None:
-    parts = [quantized(numbers(6, 256) * 10**r, scaling) for r in range(3)]
-    data = torch.cat([part.data for part in parts])
-    stacked = torch.stack([part.scale_inv for part in parts])
-    whole = Fp8Operand(data, E4M3, stacked, scaling, 3)
-    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
-    assert torch.equal(whole.shard(2).dequantized(), parts[2].dequantized())
-    assert whole.shard(1).data.data_ptr() == data[6:].data_ptr()
-    if scaling == "tensor":  # one scale is that of every shard
-        whole = Fp8Operand(data, E4M3, torch.tensor([2.0]), "tensor", 3)
-        assert torch.equal(whole.shard(1).dequantized(), whole.dequantized()[6:12])
 
 
 def test_shards_become_one_and_rows_are_repeated() -> None:
@@ -109,30 +65,13 @@ def test_shards_become_one_and_rows_are_repeated() -> None:
         Fp8Operand(whole.data, E4M3, torch.ones(2), "tensor", 2).one_shard()
 
 
-@pytest.mark.parametrize(("kinds", "rows"), [(("tensor", "tensor"), 8), (("1x128", "128x128"), 6)])
-def test_the_gemm_alone_is_that_of_the_gathered_rows(kinds: tuple[str, str], rows: int) -> None:
-    """For measuring; with a bias before it rounds."""
-    pair = Fp8Pair(quantized(numbers(rows, 256), kinds[0]), quantized(numbers(40, 256), kinds[1]))
-    bias = torch.arange(40.0).bfloat16()
-    call = OperatorCall("all_gather_gemm", pair.x.numbers, pair.weight.numbers, group_of(2), bias=bias, fp8=pair)
-    # Of as many rows: a processor may add up in another order for fewer.
-    product = pair.x.dequantized().repeat(2, 1) @ pair.weight.dequantized().t() + bias.float()
-    alone = gemm_only(call)
-    assert alone is not None
-    assert torch.equal(alone(), product.bfloat16())
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"data": torch.zeros(4, 256)}, "uint8"),
-        ({"data": torch.zeros(256, 4, dtype=torch.uint8).t()}, "contiguous"),
-        ({"dtype": torch.uint8}, "float8_e5m2"),
-        ({"scale_inv": torch.ones(2, dtype=torch.float64)}, "fp32"),
         ({"scale_inv": torch.ones(2)}, "1 element"),
         ({"scaling": "rowwise"}, "1x128"),
         ({"scaling": "1x128"}, r"wanted: \[2, 4\]"),
-        ({"scaling": "128x128"}, r"wanted: \[1, 4\]"),
         ({"shards": 3}, "equal shards"),
         ({"shards": 2, "scaling": "1x128"}, r"wanted: \[2, 2, 4\]"),
     ],

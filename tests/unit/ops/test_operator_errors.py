@@ -80,20 +80,3 @@ def test_all_gather_refuses_what_it_cannot_send() -> None:
         ops.all_gather(X[:, :0], group_of(2))
     with pytest.raises(UserError, match="unknown backend 'nccl'"):
         ops.all_gather(X, group_of(2), backend="nccl")
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_group_of_one_is_the_gemm_alone(transposed: bool) -> None:
-    """And no result requires a gradient."""
-    x, bias = torch.randn(3, 2, K, requires_grad=True), torch.randn(N)
-    weight = torch.randn((K, N) if transposed else (N, K), requires_grad=True)
-    how = {"group": group_of(1), "transposed": transposed}
-    expected = x.detach() @ (weight if transposed else weight.t()).detach() + bias
-    y, gathered = ops.all_gather_gemm(x, weight, bias=bias, return_gathered=True, **how)
-    assert torch.equal(gathered, x)
-    z = ops.gemm_reduce_scatter(x, weight, bias=bias, **how)
-    pending = ops.gemm_reduce_scatter(x, weight, async_op=True, **how).wait()
-    for found in (y, z, pending + bias):
-        assert not found.requires_grad
-        torch.testing.assert_close(found, expected)
-    assert torch.equal(ops.all_gather(x, group_of(1)).wait(), x)

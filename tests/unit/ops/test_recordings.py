@@ -17,9 +17,8 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.ops import recordings
 from megatron_flux.ops.backends.chunked import ChunkedPlan
 from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.call_events import CallTimer, timed_by
 from megatron_flux.ops.recordings import Recordings
-from tests.unit.ops.test_call_path import called
+from tests.unit.ops.fakes import called
 from tests.unit.ops.test_chunked_path import MP, Scene, integers, scene
 
 __all__ = ["scene"]
@@ -60,7 +59,7 @@ def call(backend: Any, made: dict[str, Recordings], group: Any, operator: str, *
     return getattr(backend, operator)(OperatorCall(operator, *operands, group, **how), None, made[operator])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_replays_among_other_calls_give_the_same_in_every_order(scene: Scene, seed: int) -> None:
     """Memory comes again but in one turn, on one rank. Calls that are never recorded are among them, open and closed.
     What a call reads is written just before it begins, and all its memory is written over as soon as it has ended.
@@ -119,16 +118,7 @@ def repeat(scene: Scene, times: int, made: Recordings, memory: Reused | None = N
     return replayed
 
 
-def test_recordings_are_apart(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings, "SPACING", 8)
-    assert repeat(scene, 9, Recordings()) == [False] * 7 + [True] * 2
-
-
-@pytest.mark.parametrize(("timer", "most"), [(None, 36), (CallTimer(), 46)], ids=["", "sampled"])
-def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(
-    scene: Scene, timer: CallTimer | None, most: int
-) -> None:
-    """A sampled call as well, whose events are around the replay."""
+def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(scene: Scene) -> None:
     (_, group), *_ = scene.on_ranks()
     x, w, memory = integers(MP, K), integers(N, K), Reused(scene)
     asked = OperatorCall("all_gather_gemm", x, w, group)
@@ -137,10 +127,9 @@ def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(
     for _ in range(3):
         memory.begin()
         scene.cuda.asked.clear()
-        with timed_by(timer):
-            functions = called(lambda: ops.all_gather_gemm(x, w, group, return_gathered=True))
+        functions = called(lambda: ops.all_gather_gemm(x, w, group, return_gathered=True))
     assert scene.cuda.asked == ["record", "record", "record", "replay"]
-    assert len(functions) <= most, functions
+    assert len(functions) <= 36, functions
 
 
 def test_what_cannot_be_recorded_runs_and_says_so_once(
@@ -167,14 +156,6 @@ def test_open_products_are_replayed_only_where_the_gpu_is_close_behind_the_host(
         scene.cuda.asked.clear()
         call(scene.backend, {"gemm_reduce_scatter": made}, group, "gemm_reduce_scatter", whole, v, async_op=True).wait()
     assert ("replay" in scene.cuda.asked) == idle
-
-
-def test_memory_that_comes_twice_and_no_more_is_not_recorded_for_ever(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recordings, "WASTE", 3)
-    made, kept = Recordings(), [Reused(scene) for _ in range(8)]
-    assert sum(sum(repeat(scene, 2, made, memory)) for memory in kept) == 3
 
 
 def test_a_link_that_is_broken_replays_nothing(scene: Scene) -> None:

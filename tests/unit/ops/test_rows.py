@@ -22,7 +22,7 @@ N, K = 512, 256
 WORDS, FLAGS = torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 WORK: Any = SimpleNamespace(
     tp=2, rank=1, half_bytes=2 << 20, data=[torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)],
-    data_table=FLAGS, flag_table=FLAGS, flags=[WORDS] * 2,
+    data_table=FLAGS, flag_table=FLAGS, flags=[WORDS] * 2, sums=(FLAGS, FLAGS),
     arguments=lambda half: (WORDS, WORDS, WORDS, 10**9, half, 1 - half, 64 * half),
 )  # fmt: skip
 WEIGHT = torch.randn(N, K).bfloat16()
@@ -74,13 +74,3 @@ def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
     assert one.rows.keys() == other.rows.keys()
     for name, argument in other.rows.items():
         assert seen(argument) == seen(other.arguments[names.index(name)])
-
-
-def test_operands_of_another_shape_are_views_of_the_same_memory() -> None:
-    """Rows are laid out for x with its leading dimensions, a launch for a matrix."""
-    at = slab_call("gemm_reduce_scatter", 512, "none", {})
-    matrix = hopper_arguments.gemm_reduce_scatter_rows(at)
-    at.call = at.call._replace(x=at.call.x.view(256, 2, K))
-    of_leading = hopper_arguments.gemm_reduce_scatter_rows(at)
-    assert seen(of_leading["a"]) == seen(matrix["a"])
-    assert of_leading["a"].base.data_ptr() == matrix["a"].base.data_ptr()

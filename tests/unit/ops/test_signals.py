@@ -9,19 +9,14 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import megatron_flux
 from megatron_flux.kernels.signals import kept
-from megatron_flux.run.stop import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 
@@ -53,7 +48,6 @@ def send(numbers: tuple[int, ...] = TAKEN) -> None:
 
 
 def ignored(number: int) -> bool:
-    """Return whether the kernel has the signal ignored."""
     found = re.search(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
     assert found is not None
     return bool(int(found[1], 16) >> (number - 1) & 1)
@@ -86,16 +80,6 @@ def test_signals_that_are_ignored_stay_ignored(heard: list[int]) -> None:
     assert all(map(ignored, python_ignores))
 
 
-def test_a_compile_that_begins_after_a_theft_does_not_keep_the_thief(heard: list[int]) -> None:
-    """The first is still in it."""
-    with kept:
-        steal(*TAKEN)
-        with kept:
-            pass
-    send()
-    assert heard == list(TAKEN)
-
-
 def test_what_python_changes_meanwhile_stays(heard: list[int]) -> None:
     with kept:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as a handler may
@@ -107,31 +91,6 @@ def test_what_python_changes_meanwhile_stays(heard: list[int]) -> None:
         signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     send((signal.SIGUSR1,))
     assert heard == [0, signal.SIGUSR1]
-
-
-def test_the_run_hears_again_after_the_step_in_which_it_lost_the_signal(heard: list[int]) -> None:
-    """Lost in a thread that is older than the run and does not block it: one of torch's, say."""
-    ended = threading.Event()
-    older = threading.Thread(target=ended.wait)
-    older.start()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with StopRequest(torch.device("cpu")) as stop:
-            with ThreadPoolExecutor(1) as threads:
-                threads.submit(steal, signal.SIGUSR1).result()
-            send((signal.SIGUSR1,))
-            while signal.SIGUSR1 in signal.sigpending():  # until the thread has woken up
-                time.sleep(0.001)
-            assert not stop.agreed()
-            send((signal.SIGUSR1,))
-            deadline = time.monotonic() + 10
-            while not stop.agreed():
-                assert time.monotonic() < deadline
-            assert ignored(signal.SIGUSR1)  # while the checkpoint is written
-    finally:
-        ended.set()
-        older.join()
-        dist.destroy_process_group()
 
 
 def test_no_kernel_is_launched_but_by_what_keeps_handlers() -> None:

@@ -16,11 +16,8 @@ import torch
 
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
-from megatron_flux.errors import UserError
 from megatron_flux.ops import all_reduce_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
-from megatron_flux.ops.call import OperatorCall
-from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 from megatron_flux.ops.tuner import cache, keys
 from megatron_flux.ops.tuner.cache import Entry
@@ -46,13 +43,6 @@ def test_entries_are_merged_and_readable(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640, "others may read it"
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a":' + "[" * 100_000])
-def test_a_broken_file_is_an_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tuned.json").write_text(text)
-    with pytest.raises(UserError, match="delete it"):
-        cache.load(tmp_path / "tuned.json")
-
-
 FUSED = Entry(backend="fused", plan=KernelConfig(), ms={"reference": 1.0}).to_json()
 REDUCED = FUSED | {"plan": Entry(backend="fused", plan=AllReduceConfig()).to_json()["plan"]}
 CHUNKED = {"backend": "chunked_int8", "plan": None, "pieces": 2, "ms": {}}
@@ -66,25 +56,13 @@ def with_plan(entry: dict[str, Any], **values: Any) -> dict[str, Any]:
     ("key", "data"),
     [
         ("all_gather_gemm m=8 host |", CHUNKED),
-        ("all_gather_gemm m=8 host wire=fp8 |", CHUNKED | {"backend": "chunked_fp8"}),  # a format of before
         *(("gemm_all_reduce m=8 nvlink |", FUSED), ("all_gather_gemm m=8 nvlink |", REDUCED)),
-        *(
-            ("all_gather_gemm", with_plan(FUSED, **{name: value}))
-            for name, value in {"bm": 0, "bk": 96, "stages": -1, "warps": 3, "reducers": 10**9, "spread": 101}.items()
-        ),
-        *(("all_gather_gemm", with_plan(FUSED, **{name: 1})) for name in ("wings", "ws")),
-        *(
-            ("gemm_all_reduce", with_plan(REDUCED, **{name: value}))
-            for name, value in {"shots": 3, "ctas": 0, "block": 1000, "bm": True}.items()
-        ),
-        *(
-            ("all_gather_gemm", FUSED | {"ms": {"reference": ms}})
-            for ms in (10**400, float("inf"), float("nan"), -1.0, "1")
-        ),
+        *(("all_gather_gemm", with_plan(FUSED, **one)) for one in ({"bk": 96}, {"reducers": 10**9}, {"wings": 1})),
+        *(("gemm_all_reduce", with_plan(REDUCED, **one)) for one in ({"shots": 3}, {"bm": True})),
+        *(("all_gather_gemm", FUSED | {"ms": {"reference": ms}}) for ms in (10**400, float("nan"), -1.0, "1")),
         ("all_gather_gemm", FUSED | {"colour": "red"}),
         ("all_gather_gemm", FUSED | {"plan": None}),
-        *(("all_gather_gemm m=8 host wire=int8", CHUNKED | {"pieces": pieces}) for pieces in (0, True, "4")),
-        ("all_gather_gemm", {"backend": "reference", "pieces": 4}),
+        ("all_gather_gemm m=8 host wire=int8", CHUNKED | {"pieces": 0}),
         ("all_gather_gemm", {"backend": "async_tp", "ms": {}}),
         ("all_gather_gemm", "fused"),
     ],
@@ -121,12 +99,6 @@ def test_a_disk_that_is_full_is_logged_and_left_no_fuller(
     assert "No space left on device" in caplog.text
     assert str(tmp_path / "tuned.json") in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [".tuned.json.lock"]
-
-
-def test_the_file_lies_with_everything_else_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGATRON_FLUX_TUNE_CACHE", raising=False)
-    monkeypatch.setenv("MEGATRON_FLUX_CACHE", str(tmp_path))
-    assert cache.cache_path() == tmp_path / "tuned.json"
 
 
 def test_writers_at_the_same_time_lose_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,20 +172,3 @@ def test_a_release_is_known_by_the_code_that_runs_calls(tmp_path: Path) -> None:
     assert keys._hash_of_sources(tmp_path) == before
     (tmp_path / "ops" / "gemm.py").write_text("c")
     assert keys._hash_of_sources(tmp_path) != before
-
-
-def test_entries_of_fp8_are_kept_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "probe", lambda *_: Link("nvlink", ""))
-    numbers = torch.randn(256, 256)
-    by_tensor = Fp8Pair(quantized(numbers, "tensor"), quantized(numbers, "tensor"))
-    pairs = [
-        by_tensor,
-        by_tensor._replace(split=True),
-        by_tensor._replace(out=torch.float32),
-        by_tensor._replace(x=quantized(numbers, "tensor", torch.float8_e5m2)),
-        Fp8Pair(quantized(numbers, "1x128"), quantized(numbers, "128x128")),
-    ]
-    calls = [OperatorCall("all_gather_gemm", p.x.numbers, p.weight.numbers, group_of(2), fp8=p) for p in pairs]
-    found = {keys.key_of(call, captured=False) for call in calls}
-    assert len(found) == len(pairs)
-    assert any(" e4m3fn x e4m3fn by tensor, split, to bfloat16 " in key for key in found)

@@ -17,8 +17,6 @@ REMOVED = object()
 
 
 class _Layer(torch.nn.Module):
-    """A layer with the attributes of both kinds."""
-
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
         self.config = SimpleNamespace(fp8=None, fp4=None, _cpu_offloading_context=None)
@@ -30,8 +28,6 @@ class _Layer(torch.nn.Module):
 
 
 class Layer(_Layer):
-    """A layer of megatron-core."""
-
     def __init__(self, **changes: Any) -> None:
         off = dict.fromkeys(("explicit_expert_comm", "skip_bias_add", "gradient_accumulation_fusion"), False)
         super().__init__(**off | {"input_is_parallel": True} | changes)
@@ -41,8 +37,6 @@ class Layer(_Layer):
 
 
 class TeLayer(_Layer):
-    """A layer of megatron-core over TransformerEngine."""
-
     def __init__(self, **changes: Any) -> None:
         off = dict.fromkeys(("te_return_bias", "fuse_wgrad_accumulation", "disable_parameter_transpose_cache"), False)
         attributes = {"parallel_mode": "column", "tp_size": 2, "te_quant_params": None, "layer_norm_bias": None}

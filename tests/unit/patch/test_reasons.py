@@ -1,5 +1,6 @@
-"""Reasons to run stock, decided from the layer and the call alone: each reason of each kind of layer once."""
+"""The replaced methods: each reason to run stock of each kind of layer once, and the mode that CUDA graphs need."""
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -7,12 +8,17 @@ import pytest
 import torch
 
 from megatron_flux import FallbackError, FluxConfig
-from megatron_flux.patch.megatron_core import ADDED
+from megatron_flux.ops import cuda_graphs
+from megatron_flux.patch import linears
+from megatron_flux.patch.megatron_core import ADDED, TE_KINDS
 from tests.unit.groups import group_of
 from tests.unit.patch.layers import REMOVED, Layer, TeLayer, Traced, X
 
-NEWEST = {name: off for name, (_, off) in ADDED.items()}
-pytestmark = pytest.mark.parametrize("traced", [NEWEST], indirect=True, ids=[""])
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    """A patch for the newest megatron-core."""
+    return Traced({name: off for name, (_, off) in ADDED.items()}, monkeypatch)
 
 
 class Other(Layer):
@@ -61,7 +67,6 @@ OF_A_COLUMN_CALL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 def layer_of(kind: str, **attributes: Any) -> Any:
-    """A layer with ``attributes``, by dotted names."""
     layer = TeLayer() if kind.startswith("TE") else Layer()
     for path, value in attributes.items():
         owner, _, name = path.rpartition(".")
@@ -136,3 +141,51 @@ def test_a_column_call_without_a_graph_has_no_dgrad_to_be_summed(traced: Traced)
 def test_the_bias_of_a_frozen_row_layer_has_its_gradient(traced: Traced) -> None:
     traced.run("TE row", layer_of("TE row", **{"weight.requires_grad": False}))
     assert len(traced.calls) == 1
+
+
+def test_a_reason_is_logged_once_and_counted_every_time(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+    traced.patch.patched = True
+    for layer in (one := Layer(tp_group=group_of(1)), one, Layer(tp_group=group_of(1))):
+        traced.run("row", layer)
+    assert dict(traced.patch.fallbacks) == {("row", "tp = 1"): 3}
+    assert [traced.patch.what_ran(layer) for layer in (one, Layer())] == ["stock: tp = 1", "not called"]
+    (said,) = [entry.getMessage() for entry in caplog.records if entry.name == "megatron_flux"]
+    assert all(fact in said for fact in ("row", "tp = 1", "Layer("))
+
+
+def test_in_a_graph_no_micro_batch_replaces_main_grad(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "capture_id", lambda x: 1 if x is X else None)
+    layer, on_request = layer_of("TE row"), layer_of("TE row")
+    on_request.weight.overwrite_main_grad = True
+    for one in (layer, on_request):
+        traced.run("TE row", one)
+        assert one.is_first_microbatch is False
+    assert [options["overwrite_main_grad"] for _, options in traced.calls] == [False, True]
+
+
+@pytest.fixture
+def mode() -> Iterator[None]:
+    """Outside of the mode of captured calls before and after."""
+    assert not cuda_graphs.capturing(X)
+    yield
+    cuda_graphs.always(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "impl"),
+    zip(("column", "row", *TE_KINDS), ("local", "full_iteration", *3 * ("transformer_engine",)), strict=True),
+)
+@pytest.mark.usefixtures("mode")
+def test_a_layer_that_asks_for_graphs_switches_the_mode_until_the_patch_is_undone(
+    traced: Traced, kind: str, impl: str
+) -> None:
+    impls: list[dict[str, Any]] = [{}, *({"config.cuda_graph_impl": one} for one in ("none", None))]
+    for config in (*impls, {"config.cuda_graph_impl": impl, "config.fp4": "e2m1"}):
+        traced.run(kind, layer_of(kind, **config))
+    assert (traced.patch.cuda_graphs, cuda_graphs.capturing(X)) == (False, False)
+    traced.patch.close()
+    with cuda_graphs.captured_calls():  # a warm-up by hand leaves it on
+        traced.run(kind, layer_of(kind, **{"config.cuda_graph_impl": impl}))
+    assert (traced.patch.cuda_graphs, cuda_graphs.capturing(X)) == (True, True)
+    traced.patch.close()
+    assert not cuda_graphs.capturing(X)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_flux
 from megatron_flux import UserError, set_backend
 from megatron_flux.config import Backends
 from megatron_flux.patch.layer_options import check_backends
@@ -56,7 +55,6 @@ WRAPPED = {"Megatron-Bridge": ("{}", "to_wrap", "adapter"), "peft": ("base_model
 
 @pytest.mark.parametrize("framework", WRAPPED)
 def test_an_adapted_linear_is_found_by_its_own_name(framework: str) -> None:
-    """And by its full name; its adapter is not."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     prefix, base, adapter = WRAPPED[framework]
@@ -91,13 +89,6 @@ def test_what_cannot_be_chosen_changes_nothing(model: torch.nn.Module, arguments
     with pytest.raises(UserError, match=message):
         set_backend(model, **arguments)
     assert chosen(model) == {}
-
-
-def test_the_report_names_every_layer(model: torch.nn.Module) -> None:
-    names = ["layers.0.mlp.fc1", "layers.0.mlp.fc2", "output"]
-    assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not patched")
-    with megatron_flux.patched():
-        assert megatron_flux.report(model)["layers"] == dict.fromkeys(names, "not called")
 
 
 def test_nccl_beside_a_fused_kernel_needs_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:

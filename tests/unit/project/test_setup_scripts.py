@@ -1,13 +1,11 @@
-"""quickstart.sh, test.sh: what they install and say, with a Python that imitates pip. Options of measure.sh."""
+"""quickstart.sh: what it installs and says, with a Python that imitates pip. Options of measure.sh."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,6 @@ from megatron_flux.cli.main import COMMANDS, find, taken_by
 from tests.executable import executable
 
 ROOT = Path(__file__).parents[3]
-DRIVER = Path("/proc/driver/nvidia/version").exists()
-
 PYTHON = r"""#!/bin/bash
 # An installation is a file of its name beside the interpreter; what pip is asked for is written down.
 case "$*" in
@@ -33,8 +29,6 @@ case "$*" in
         echo "${words#-m pip install --no-compile --disable-pip-version-check --retries 2 --timeout 15 }" >>asked
         mkdir -p .venv/packages/half-1.dist-info
         [ ! -e no-index ] || exit 1
-        [[ ! -e nothing-apart || "$*" != *--target* ]] || exit 1
-        [ ! -e hang-in-pip ] || { : >hanging; exec sleep 60; }
         case "$*" in *--editable*) touch .venv/bin/megatron_flux ;; *) touch .venv/bin/torch ;; esac
         ;;
     "-m compileall "*) echo "$*" >>compiled ;;
@@ -53,7 +47,7 @@ esac
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The scripts and nothing else, with a Python to make .venv with; no driver, and PyPI's versions of torch."""
     (tmp_path / "scripts").mkdir()
-    for name in ("environment.sh", "quickstart.sh", "test.sh"):
+    for name in ("environment.sh", "quickstart.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     (tmp_path / "offered").write_text("2.13.0")
@@ -64,117 +58,41 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(checkout: Path, *arguments: str, script: str = "quickstart.sh") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["bash", f"scripts/{script}", *arguments],
-        cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-
-
-def run(checkout: Path, *arguments: str, script: str = "quickstart.sh") -> tuple[int, str]:
-    process = start(checkout, *arguments, script=script)
-    said, _ = process.communicate(timeout=60)
-    return process.returncode, said
-
-
-def asked(checkout: Path) -> list[str]:
-    return [line for line in (checkout / "asked").read_text().splitlines() if "index versions" not in line]
+def run(checkout: Path) -> tuple[int, str]:
+    command = ["bash", "scripts/quickstart.sh", "--dry-run"]
+    done = subprocess.run(
+        command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+    )
+    return done.returncode, done.stdout
 
 
 def test_everything_is_installed_once(checkout: Path) -> None:
-    code, said = run(checkout, "--dry-run")
+    code, said = run(checkout)
     assert code == 0
     assert said.index("making .venv with Python 3.12.1") < said.index("to download") < said.index("ran: ")
     assert "up to 400 MB to download" in said
     packages = checkout / ".venv" / "packages"
     assert (checkout / "compiled").read_text() == f"-m compileall -q {packages}/torch {packages}/sympy\n"
     (checkout / "asked").unlink()
-    assert "ran: " in run(checkout, "--dry-run")[1]
+    assert "ran: " in run(checkout)[1]
     assert not (checkout / "asked").exists()
     (checkout / "pyproject.toml").write_text("[project]\nanother = 1\n")
-    run(checkout, "--dry-run")
-    assert asked(checkout) == ["--editable .[run,wandb]"]
+    run(checkout)
+    assert (checkout / "asked").read_text() == "--editable .[run,wandb]\n"
     assert len((checkout / "compiled").read_text().splitlines()) == 1, "torch was there, and compiled"
-
-
-def test_tests_run_without_what_cannot_be_fetched(checkout: Path) -> None:
-    for name in ("apt-get", "sudo", "curl"):
-        executable(checkout / "bin" / name, "#!/bin/bash\nexit 1\n")
-    (checkout / "nothing-apart").touch()
-    code, said = run(checkout, "tests/unit", script="test.sh")
-    assert code == 0, said
-    assert "note: megatron-bridge==0.6.2 could not be fetched" in said
-    assert "note: the source of NeMo-RL could not be fetched" in said
-
-
-@pytest.mark.skipif(DRIVER, reason="this machine has a driver of NVIDIA's")
-@pytest.mark.parametrize(
-    ("offered", "installed", "said"),
-    [
-        ("2.13.0+cpu, 2.13.0", "torch==2.13.0+cpu", "installing torch==2.13.0+cpu: about 200 MB to download"),
-        ("2.13.0", "torch==2.13.0", "taking the build for GPUs\ninstalling torch==2.13.0: about 3 GB with CUDA's"),
-    ],
-)
-def test_without_a_driver_torchs_build_for_cpus_is_taken_where_it_is_offered(
-    checkout: Path, offered: str, installed: str, said: str
-) -> None:
-    """First by the indexes that the user has configured, so that a mirror does."""
-    (checkout / "offered").write_text(offered)
-    code, printed = run(checkout, "--dry-run")
-    assert code == 0
-    assert "no NVIDIA driver here" in printed
-    assert said in printed
-    assert asked(checkout) == [installed, "--editable .[run,wandb]"]
-    tried = [line for line in (checkout / "asked").read_text().splitlines() if "index versions" in line]
-    assert ["--extra-index-url https://download.pytorch.org/whl/cpu" in line for line in tried] == (
-        [False] if "cpu" in offered else [False, True]
-    )
-
-
-def test_with_a_driver_or_a_choice_nobody_looks_for_another_build(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executable(checkout / "bin" / "nvidia-smi", "#!/bin/sh\n")
-    (checkout / "offered").write_text("2.13.0+cpu, 2.13.0")
-    assert "installing torch==2.13.0: about 3 GB" in run(checkout, "--dry-run")[1]
-    shutil.rmtree(checkout / ".venv")
-    monkeypatch.setenv("MEGATRON_FLUX_TORCH", "torch==9; touch here")
-    assert "installing torch==9; touch here, which MEGATRON_FLUX_TORCH names" in run(checkout, "--dry-run")[1]
-    editable = "--editable .[run,wandb]"
-    assert asked(checkout) == ["torch==2.13.0", editable, "torch==9; touch here", editable]
-    assert "index versions" not in (checkout / "asked").read_text()
-
-
-def test_what_was_interrupted_is_made_anew(checkout: Path) -> None:
-    (checkout / "hang-in-pip").touch()
-    process = start(checkout, "--dry-run")
-    limit = time.monotonic() + 30
-    while not (checkout / "hanging").exists():  # a shell passes over an interrupt while it waits for a command to end
-        assert time.monotonic() < limit, "it has not come so far"
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    own = [line for line in said.splitlines() if "sleep 60" not in line]  # a shell may say what it has stopped
-    assert (process.returncode, own[-1]) == (130, "interrupted; run it again")
-    (checkout / "hang-in-pip").unlink()
-    code, said = run(checkout, "--dry-run")
-    assert code == 0
-    assert said.index("making .venv anew: interrupted earlier") < said.index("ran: ")
-    assert not (checkout / ".venv/.megatron-flux-unfinished").exists()
-    assert "making" not in run(checkout, "--dry-run")[1]
 
 
 def test_a_broken_environment_is_made_anew_if_it_is_ours(checkout: Path) -> None:
     own = checkout / ".venv" / "mine"
     own.parent.mkdir()
     own.touch()
-    code, said = run(checkout, "--dry-run")
+    code, said = run(checkout)
     assert (code, own.exists()) == (2, True)
     assert "error: .venv has no Python that runs, and was not made here; repair it or move it away" in said
     own.unlink()
-    assert run(checkout, "--dry-run")[0] == 0
+    assert run(checkout)[0] == 0
     (checkout / ".venv/bin/python").unlink()
-    code, said = run(checkout, "--dry-run")
+    code, said = run(checkout)
     assert code == 0
     assert "making .venv anew: its Python does not run" in said
 

@@ -1,4 +1,4 @@
-"""Random GPTQ linears and MLPs."""
+"""Random GPTQ MLPs."""
 
 import torch
 
@@ -8,39 +8,27 @@ from megatron_flux.quant.gptq import GPTQLinear, pack
 HIDDEN, FFN, GROUP = 64, 128, 16
 
 
-def linear(
-    k: int,
-    n: int,
-    *,
-    bits: int = 4,
-    group: int = GROUP,
-    order: torch.Tensor | None = None,
-    bias: bool = False,
-    name: str = "linear",
-) -> GPTQLinear:
-    """Random numbers of ``bits``, in groups of ``group`` rows in a random order, or as the rows in ``order``."""
-    order = torch.randperm(k) if order is None else order
-    g_idx = torch.empty(k, dtype=torch.int32)
-    g_idx[order] = torch.arange(k, dtype=torch.int32) // group
-    return GPTQLinear(
-        qweight=pack(torch.randint(1 << bits, (k, n), dtype=torch.uint8), bits, 0),
-        qzeros=pack(torch.randint(1 << bits, (k // group, n), dtype=torch.uint8), bits, 1),
-        scales=torch.rand(k // group, n).add_(0.01).half(),
-        g_idx=g_idx,
-        bias=torch.randn(n) if bias else None,
-        bits=bits,
-        name=name,
-    )
-
-
 def mlp(*, gated: bool = True, bias: bool = False, bits: int = 4, hidden: int = HIDDEN, ffn: int = FFN) -> MLP:
-    """Gate and up, which share their order, or one FC1; and FC2."""
+    """Gate and up, which share their order, or one FC1; and FC2. Groups of rows lie in a random order."""
+
+    def linear(k: int, n: int, order: torch.Tensor, name: str) -> GPTQLinear:
+        g_idx, groups = torch.empty(k, dtype=torch.int32), k // GROUP
+        g_idx[order] = torch.arange(k, dtype=torch.int32) // GROUP
+        qweight, qzeros = (torch.randint(1 << bits, (rows, n), dtype=torch.uint8) for rows in (k, groups))
+        return GPTQLinear(
+            qweight=pack(qweight, bits, 0),
+            qzeros=pack(qzeros, bits, 1),
+            scales=torch.rand(groups, n).add_(0.01).half(),
+            g_idx=g_idx,
+            bias=torch.randn(n) if bias else None,
+            bits=bits,
+            name=name,
+        )
+
     order = torch.randperm(hidden)
-    names = ("gate", "up") if gated else ("fc1",)
-    first = tuple(linear(hidden, ffn, bits=bits, order=order, bias=bias, name=name) for name in names)
-    return MLP(first, linear(ffn, hidden, bits=bits, bias=bias, name="down"))
+    first = tuple(linear(hidden, ffn, order, name) for name in (("gate", "up") if gated else ("fc1",)))
+    return MLP(first, linear(ffn, hidden, torch.randperm(ffn), "down"))
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if they differ by rounding alone."""
     return float((found - expected).norm() / expected.norm()) < 1e-5

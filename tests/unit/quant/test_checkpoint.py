@@ -116,7 +116,6 @@ def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], 
             "gate_proj and .*different activation",
         ),
         (put(f"{AT.format(1)}.down_proj.g_idx", torch.zeros(128, dtype=torch.int32)), "ungrouped order"),
-        (put(f"{AT.format(1)}.ffn_sub_norm.weight", torch.ones(128)), "may depend on the order"),
         (put(f"{AT.format(1)}.down_proj.lora_A.weight", torch.ones(4, 128)), "may depend on the order"),
     ],
 )
@@ -133,8 +132,6 @@ def test_what_cannot_be_folded_is_refused_before_anything_is_written(
 
 
 def lie(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A file whose header says something else."""
-
     def lied(data: bytes) -> bytes:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -152,7 +149,6 @@ FIRST = f"{AT.format(0)}.down_proj.g_idx"
     "damage",
     [
         lambda data: data[:-5],
-        lambda data: b"",
         lambda data: struct.pack("<Q", 1 << 60) + data[8:],
         lie(lambda header: header[FIRST].update(data_offsets=[0, 1 << 50])),
         lie(lambda header: header.pop(FIRST)),
@@ -169,8 +165,6 @@ def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable
 
 
 def edit(name: str, **changes: Any) -> Callable[[Path], object]:
-    """Write a JSON file with these settings over those it has."""
-
     def edited(folder: Path) -> None:
         file = folder / name
         file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | changes))
@@ -190,18 +184,12 @@ GOOD = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_s
         ),
         (edit(checkpoint.INDEX, weight_map={"a": "none.safetensors"}), "names none.safetensors, which is not there"),
         (edit("config.json", quantization_config={"quant_method": "awq"}), "quant_method 'awq'"),
-        (edit("config.json", quantization_config={"bits": 3}), "bits 3; can be one of 2, 4, 8"),
         (
             edit("quantize_config.json", **GOOD | {"bits": 8}),
             "bits 8 in quantize_config.json and bits 4 in config.json",
         ),
         (lambda folder: (folder / "config.json").write_text("{" * 5000), r"config\.json is no JSON"),
-        (lambda folder: (folder / "config.json").unlink(), "is no GPTQ checkpoint"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"model\.bin is a pickle"),
-        (
-            lambda folder: save_file({"x": torch.zeros(2)}, folder / "model.safetensors"),
-            "none of its 1 tensors is of a",
-        ),
     ],
 )
 def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:

@@ -1,25 +1,15 @@
-"""The number of ranks that a command starts, and the failed one that it names."""
+"""The failed rank that a launcher names, and that it lives to do so."""
 
 import contextlib
-import os
 import signal
-import threading
 from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_flux.errors import UserError
-from megatron_flux.run import launcher, node
+from megatron_flux.run import node
 from megatron_flux.run.launcher import failure_of
-
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -40,33 +30,6 @@ def test_the_first_failure_is_named(codes: tuple[int, int], times: tuple[int, in
     assert isinstance(error, UserError) == (2 in codes), "a refusal stays a refusal"
     assert str(error).startswith(said)
     assert ("runs/x" in str(error)) == (2 not in codes)
-
-
-@pytest.mark.parametrize(("nproc", "gpus", "expected"), [(None, 0, 2), (None, 4, 4), (3, 0, 3), (2, 4, 2)])
-def test_how_many_ranks(nproc: int | None, gpus: int, expected: int) -> None:
-    assert launcher.world_size(nproc, gpus=gpus, otherwise=2) == expected
-
-
-def test_numbers_of_ranks_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--nproc 8 on a machine with 4"):
-        launcher.world_size(8, gpus=4, otherwise=2)
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    assert launcher.world_size(None, gpus=0, otherwise=2) == 4
-    with pytest.raises(UserError, match="--nproc 2 under a launcher that started 4"):
-        launcher.world_size(2, gpus=0, otherwise=2)
-
-
-def test_a_signal_that_comes_before_the_ranks_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, sent, asked = mock.Mock(), threading.Event(), []
-    rank.send_signal.side_effect = lambda _: sent.set()
-    found = iter([[], []])
-    monkeypatch.setattr(launcher.psutil.Process, "children", lambda _: next(found, [rank]))
-    with launcher._passing_on(asked):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sent.wait(60)
-    rank.send_signal.assert_called_once_with(signal.SIGTERM)
-    assert asked == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ def everything(root: Path) -> dict[str, str | None]:
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """The folder of a run that has ended."""
     with run_in(tmp_path / "run") as out:
         (out / "flux").mkdir()
         (out / "flux" / "metrics.jsonl").write_text("a week of work\n")
@@ -46,17 +45,6 @@ def test_a_run_that_goes_on_is_not_replaced(earlier: Path, how: str) -> None:
         assert everything(earlier) == before
     with run_in(earlier, **{how: True}):
         pass
-
-
-def test_runs_that_name_the_same_folder_do_not_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, check = tmp_path / "run", folder.check_free
-    with run_in(out), monkeypatch.context() as patched:
-        patched.setattr(folder, "check_free", lambda *_, **__: None)  # it has looked before the first one came
-        with pytest.raises(UserError, match="taken by another run"), run_in(out):
-            pass
-        assert (out / folder.CONFIG).is_file()
-    with pytest.raises(UserError, match="holds an earlier run; give another folder, or --overwrite"):
-        check(out, overwrite=False)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:

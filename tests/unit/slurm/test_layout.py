@@ -63,7 +63,3 @@ def test_a_layer_that_would_run_stock_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LinearPatch, "why_stock_common", lambda self, layer, x, weight: "made up")
     with pytest.raises(FluxError, match=r"rank 0, pipeline stage 0: FallbackError: .* cannot run flux: made up"):
         check(small())
-
-
-def test_fewer_bytes_by_gathered_weights_are_said() -> None:
-    assert check(small())[-2].startswith("gathering a layer's weights (ZeRO-3) would move 0.90 x the bytes")

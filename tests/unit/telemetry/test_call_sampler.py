@@ -16,14 +16,10 @@ from tests.small_disk import fill, small_disk
 GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, group_name="0")
 
 
-def call(device: str = "cuda", n: int = 18432) -> Call:
-    shape: dict[str, Any] = {"operator": "all_gather_gemm", "m": 8192, "n": n, "k": 12288, "dtype": torch.bfloat16}
-    where: dict[str, Any] = {"device": torch.device(device), "backend": "fused", "group_name": "0", "group": GROUP}
-    return Call(transposed=False, **shape, **where)
-
-
 def found(taken: float, baseline: Baseline, clock: float | None, device: str = "cuda") -> dict[str, Any]:
-    one = call(device)
+    shape: dict[str, Any] = {"operator": "all_gather_gemm", "m": 8192, "n": 18432, "k": 12288, "transposed": False}
+    where: dict[str, Any] = {"device": torch.device(device), "backend": "fused", "group_name": "0", "group": GROUP}
+    one = Call(dtype=torch.bfloat16, **shape, **where)
     values = overlap({one: Times(2, 2 * taken)}, {one: baseline}, clock)
     (row,) = values["flux/calls"]
     name = "all_gather_gemm"
@@ -56,15 +52,6 @@ def test_unknown_clocks_and_processors() -> None:
         row = found(1.5, Baseline(gemm, 2.0, "measured"), None, "cpu")
         assert (row["exposed_ms"], row["e_overlap"], row["withheld"]) == (None, None, NO_OVERLAP)
         assert (row["time_ms"], row["gemm_ms"], row["serial_ms"]) == (1.5, gemm, 2.0)
-
-
-def test_one_withheld_call_withholds_its_operators_sums() -> None:
-    one, other = call(), call(n=6144)
-    alone = {one: Baseline(1.0, 2.0, "measured", 1500.0), other: Baseline(1.0, 2.0, "measured", 1000.0)}
-    values = overlap({one: Times(1, 1.5), other: Times(1, 1.5)}, alone, 1500.0)
-    assert values["flux/e_overlap"] == values["flux/exposed_communication_ms"] == {"all_gather_gemm": None}
-    assert values["flux/operator_time_ms"] == {"all_gather_gemm": 3.0}
-    assert sorted(row["withheld"] or "" for row in values["flux/calls"]) == ["", OTHER_CLOCK]
 
 
 @pytest.mark.parametrize("full", ["temporary", "run"])

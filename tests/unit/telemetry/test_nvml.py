@@ -12,7 +12,6 @@ from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
 from megatron_flux.nvml import Gpu, Reading
 from megatron_flux.slurm.preflight import node
-from megatron_flux.telemetry import environment
 
 SM, MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
 
@@ -44,7 +43,6 @@ FUNCTIONS: dict[str, Any] = {
     "DeviceGetCurrentClocksEventReasons": lambda handle: 0x4 | 0x1,
     "SystemGetDriverVersion": lambda: "570.1",
     "DeviceGetTotalEccErrors": lambda handle, kind, counter: 3 if (handle, kind, counter) == (1, 1, 0) else 0,
-    "DeviceGetCpuAffinity": lambda handle, words: [0b101, *[0] * (words - 2), 1],
 }
 
 
@@ -82,33 +80,9 @@ def test_names_are_those_that_cuda_would_see(
     ],
 )
 def test_the_link_of_peers_that_cuda_does_not_see(uuids: list[str], linked: bool | None, link: Link | str) -> None:
-    """One GPU visible to each process."""
     assert nvml.linked(uuids) is linked
     found = links._unseen(uuids)
     assert found == link if isinstance(link, Link) else (found.kind, link in found.reason) == ("p2p", True)
-
-
-@pytest.mark.parametrize(
-    ("variable", "peers", "link"),
-    [
-        ("0,1,2", True, ("nvlink", 6, 6)),
-        ("0,1,3", True, ("p2p", 6, 6)),
-        ("2", True, ("none", 0, 0)),
-        ("0,1", False, ("host", 2, 0)),
-    ],
-)
-def test_the_link_of_visible_gpus(
-    monkeypatch: pytest.MonkeyPatch, variable: str, peers: bool, link: tuple[str, int, int]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(variable.split(",")))
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: pytest.fail("CUDA was asked"))
-    if not peers:
-        answer(monkeypatch, DeviceGetP2PStatus=lambda a, b, kind: pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
-    found = environment.link()
-    assert (found["kind"], found["pairs"], found["peer_access"]) == link
-    assert environment.device_name() == f"GPU {variable[0]}"
 
 
 def test_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,20 +98,6 @@ def test_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     reading = Gpu("GPU-0").read()
     assert (reading.power_w, reading.throttle) == (None, 0x20)
-
-
-def test_health_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Gpu("1").health() == {"slowed": False, "uncorrected": 3}
-    monkeypatch.setattr(nvml, "found_behind", lambda _: Gpu("3"))
-    assert nvml.processors(torch.device("cuda")) == {0, 2, 4096 - 64}
-    answer(
-        monkeypatch,
-        DeviceGetCurrentClocksEventReasons=lambda handle: 0x8 | 0x40,
-        DeviceGetTotalEccErrors=refuse,
-        DeviceGetCpuAffinity=refuse,
-    )
-    assert nvml.processors(torch.device("cuda")) == set()
-    assert Gpu("1").health() == {"slowed": True, "uncorrected": None}
 
 
 def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,17 +44,6 @@ def prepare(folder: Path, cache: Path) -> data.Corpus:
     return data.prepare(run_on(folder, cache))
 
 
-def test_a_text_needs_a_sequence(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "0").write_text("word")
-    with pytest.raises(UserError, match=r"text has no sequence of 8 \+ 1 tokens; give more text"):
-        data.prepare(run_on(tmp_path / "text", tmp_path / "cache"))
-    for number in range(1, 100):
-        (tmp_path / "text" / str(number)).write_text("word")
-    found = data.build_dataset(run := run_on(tmp_path / "text", tmp_path / "cache"), data.prepare(run))
-    assert len(found) == 62
-
-
 def test_bytes_come_back_from_the_cache_until_a_file_changes(folder: Path, tmp_path: Path) -> None:
     first = prepare(folder, tmp_path / "cache")
     assert documents(first) == ["naïve café\n".encode(), b"# title\n" * 10]
@@ -160,8 +149,6 @@ def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Pat
 
 
 class Numbered:
-    """A dataset whose sample ``i`` says ``i``."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 

@@ -1,0 +1,84 @@
+"""Divide the tiles of the last round along k among SMs that would be idle, for the Hopper kernels.
+
+A call has ``tiles``, which ``workers`` CTAs multiply in rounds. The ``left`` tiles of the last round are multiplied in
+``parts``, each by another CTA. The CTA of the first part adds what the others have summed, in order, and hands the tile
+over: all that follows is as without. :func:`megatron_flux.ops.kernel_config.last_round` says when.
+
+Contract
+    * 16-bit operands, one team. In FP8 results are bit-equal to cuBLASLt's, which another order of sums would end.
+    * Units up to ``tiles`` are the tiles, of the last ``left`` the first parts; then come the second parts, and so on.
+      ``left * parts`` is at most ``workers``, so that each of these units has a CTA, in the same round.
+    * ``sums`` (fp32, a tile for each SM) and ``summed`` (int32 for each SM: epochs) are this GPU's alone.
+
+Hazard: the first part waits for the others. So all CTAs must run at once, which kernels of other groups may prevent:
+such calls are not divided.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megatron_flux.kernels.device import publish
+from megatron_flux.kernels.hopper.pieces import FENCE_SYSTEM, PIECE, barrier, each_thread, hand_over_tile, wait_flags
+
+
+@gluon.jit
+def part_of(unit, tiles, kt, left, parts, SPLIT_K: gl.constexpr):
+    """Return a unit's tile, and its k blocks from the first to the last."""
+    t = unit
+    first = kt * 0
+    last = kt
+    if SPLIT_K:
+        whole = tiles - left
+        if unit >= whole:
+            part = (unit - whole) // left
+            t = unit - part * left
+            first = kt * part // parts
+            last = kt * (part + 1) // parts
+    return t, first, last
+
+
+@gluon.jit
+def _at(acc, s, slot, col: gl.constexpr):
+    """Where the numbers of a tile, from column ``col`` on, are among the sums of ``slot``: 8 x 8 of them in a line, as
+    the threads of a warp hold them.
+    """
+    layout: gl.constexpr = acc.type.layout
+    rows = gl.expand_dims(gl.arange(0, acc.type.shape[0], layout=gl.SliceLayout(1, layout)), 1)
+    cols = col + gl.expand_dims(gl.arange(0, acc.type.shape[1], layout=gl.SliceLayout(0, layout)), 0)
+    square = (slot * s.BM + rows // 8 * 8) * s.BN + cols // 8 * 64
+    return square + rows % 8 * 8 + cols % 8
+
+
+@gluon.jit
+def _hand_over(acc, s, slot, phase, sums, i, left, parts, BN: gl.constexpr, col: gl.constexpr):
+    """As :func:`hand_over_tile`, with what was summed of tile ``i`` of the last round: few registers at a time."""
+    if BN == PIECE:
+        for part in range(1, parts):
+            acc += gl.load(sums + _at(acc, s, (part - 1) * left + i, col), cache_modifier=".cg")
+        slot, phase = hand_over_tile(acc, s, slot, phase, BN, 0)
+    else:
+        first, second = gl.split(gl.permute(gl.reshape(acc, (s.BM, 2, BN // 2)), (0, 2, 1)))
+        slot, phase = _hand_over(first, s, slot, phase, sums, i, left, parts, BN // 2, col)
+        slot, phase = _hand_over(second, s, slot, phase, sums, i, left, parts, BN // 2, col + BN // 2)
+    return slot, phase
+
+
+@gluon.jit
+def finish_part(
+    acc, s, slot, phase, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP: gl.constexpr
+):  # fmt: skip
+    """Hand the tile of a unit over, or keep its sum for the CTA that does."""
+    if unit >= tiles:
+        gl.store(sums + _at(acc, s, unit - tiles, 0), acc)
+        barrier()
+        each_thread(FENCE_SYSTEM, epoch)
+        publish(summed, unit - tiles, epoch, "relaxed")
+    else:
+        i = unit - (tiles - left)
+        others = gl.where(i >= 0, parts, 1)
+        for part in range(1, others):
+            wait_flags(summed + (part - 1) * left + i, 1, epoch, err, limit, OP, rank, unit, 50)
+        slot, phase = _hand_over(acc, s, slot, phase, sums, i, left, others, s.BN, 0)
+    return slot, phase

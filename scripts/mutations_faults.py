@@ -714,7 +714,6 @@ FAULTS: tuple[Fault, ...] = (
         '"fence.acq_rel.sys;" + ',
         "",
         (PLAIN_FENCES,),
-        ("fences",),
     ),
     Fault(
         "plain kernels have no fence between proxies",
@@ -722,7 +721,6 @@ FAULTS: tuple[Fault, ...] = (
         '" fence.proxy.async;" if',
         '"" if',
         (PLAIN_FENCES,),
-        ("fences",),
     ),
     Fault(
         "plain kernels have no fence before a flag",
@@ -730,7 +728,6 @@ FAULTS: tuple[Fault, ...] = (
         '_each_thread("fence.acq_rel.sys;", THREADS)',
         "pass",
         (PLAIN_FENCES,),
-        ("fences",),
     ),
     Fault(
         "plain kernels publish before their stores have arrived",
@@ -738,7 +735,6 @@ FAULTS: tuple[Fault, ...] = (
         '_each_thread("cp.async.bulk.wait_group 0;", THREADS)',
         "pass",
         (PLAIN_FENCES,),
-        ("fences",),
     ),
     Fault(
         "plain kernels ask GPUs before Hopper for its instructions",
@@ -797,7 +793,6 @@ FAULTS: tuple[Fault, ...] = (
         "ld.acquire.sys.global.b32",
         "ld.relaxed.sys.global.b32",
         (FENCES,),
-        ("fences",),
     ),
     Fault(
         "promoted sums may be put off past the next product",
@@ -819,7 +814,6 @@ FAULTS: tuple[Fault, ...] = (
         '"fence.proxy.async;"',
         '""',
         (FENCES,),
-        ("fences",),
     ),
     Fault(
         "Hopper kernels have no fence of the system",
@@ -827,7 +821,6 @@ FAULTS: tuple[Fault, ...] = (
         '"fence.acq_rel.sys;"',
         '""',
         (FENCES,),
-        ("fences",),
     ),
     Fault(
         "Hopper GEMM+RS publishes before its stores have arrived",
@@ -835,7 +828,6 @@ FAULTS: tuple[Fault, ...] = (
         "        each_thread(STORES_DONE, epoch)\n",
         "",
         (FENCES,),
-        ("fences",),
     ),
     # FP8.
     Fault(

@@ -1,8 +1,9 @@
-"""Triton's interpreter without work for nothing, which halves tests of kernels; with whole numbers and bf16.
+"""Triton's interpreter without work for nothing, which tests of kernels would spend half of their time on; with whole
+numbers and bf16.
 
 What it computes and checks stays. What goes: putting its functions into ``triton.language`` again for each call of a
 jitted function; all arithmetic of integers once more in 64 bits; tables of dtypes at every look-up; floats of 8 and 16
-bits taken apart by their bits, which a table gives; shapes and types of results worked out anew: there are few.
+bits taken apart by their bits, which a table gives.
 
 Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
 interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half
@@ -30,16 +31,7 @@ def hurry() -> None:
 
 
 def _take_out(interpreter: ModuleType) -> None:
-    for change in (
-        _patch_once,
-        _drop_what_is_dropped,
-        _keep_dtypes,
-        _keep_floats,
-        _keep_shapes,
-        _keep_types,
-        _whole_numbers,
-        _bf16,
-    ):
+    for change in (_patch_once, _drop_what_is_dropped, _keep_dtypes, _keep_floats, _whole_numbers, _bf16):
         with contextlib.suppress(AttributeError):
             change(interpreter)
 
@@ -95,56 +87,6 @@ def _keep_floats(interpreter: ModuleType) -> None:
         return tables[kind][given.view(f"uint{bits}")]
 
     interpreter._convert_float = convert_float
-
-
-def _keep_shapes(interpreter: ModuleType) -> None:
-    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
-    block, tensor, broadcast = core.block_type.__init__, core.tensor.__init__, type(semantic).broadcast_impl_value
-    known: dict[tuple[Any, ...], Any] = {}
-    of_scalars = core.constexpr(1), core.tuple([])
-
-    @functools.wraps(block)
-    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (*shape, *map(type, shape))  # 2.0 is no size, and equal to one
-        if key not in known:
-            block(self, element_ty, shape)  # which refuses what is no shape
-            numel, sizes = core.constexpr(self.numel), core.tuple([core.constexpr(n) for n in self.shape])
-            known[key] = self.shape, self.numel, f"{self.shape}", (numel, sizes)
-        self.element_ty = element_ty
-        self.shape, self.numel, text, self.of_tensors = known[key]
-        self.name = f"<{text}, {element_ty}>"
-
-    @functools.wraps(tensor)
-    def tensor_init(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = type.of_tensors if type.is_block() else of_scalars
-
-    @functools.wraps(broadcast)
-    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        shapes = [one.type.shape if one.type.is_block() else None for one in (lhs, rhs)]
-        return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
-
-    core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
-    type(semantic).broadcast_impl_value = broadcast_impl_value
-
-
-def _keep_types(interpreter: ModuleType) -> None:
-    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
-    work_out, unwrap, known = semantic.computation_type_impl, core._unwrap_if_constexpr, {}
-    plain = {int, float, bool, str, type(None), core.dtype, core.block_type, core.pointer_type, core.tensor}
-
-    @functools.wraps(work_out)
-    def computation_type_impl(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool) -> Any:
-        kind = a.name, a_is_scalar, b.name, b_is_scalar, divides
-        if kind not in known:
-            known[kind] = work_out(self, a, a_is_scalar, b, b_is_scalar, divides)
-        return known[kind]
-
-    @functools.wraps(unwrap)
-    def unwrap_if_constexpr(given: Any) -> Any:
-        return given if type(given) in plain else unwrap(given)
-
-    semantic.computation_type_impl, core._unwrap_if_constexpr = computation_type_impl, unwrap_if_constexpr
 
 
 def _whole_numbers(interpreter: ModuleType) -> None:

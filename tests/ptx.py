@@ -67,50 +67,41 @@ class Paths:
         return False
 
 
-def missing_fences(ptx: str, *, loads: bool = False, stores: bool = False) -> list[str]:
-    """List what is missing in a warp-specialised kernel, in words.
+def _missing_of_tma(paths: Paths, loads: bool, stores: bool) -> list[str]:
+    missing = []
+    if loads and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
+        missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
+    if stores and (not paths.count(PUBLISH) or paths.reaches(TMA_STORE, PUBLISH, ARRIVED)):
+        missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
+    if stores and paths.reaches(ARRIVED, PUBLISH, SYSTEM_FENCE):
+        missing.append("a flag may overtake a TMA store that has arrived here: no fence.acq_rel.sys")
+    return missing
 
-    Args:
-        ptx: the kernel.
-        loads: it reads by TMA what peers have written.
-        stores: it writes to peers by TMA.
+
+def missing_fences(ptx: str, *, sums: bool) -> list[str]:
+    """List what is missing in a warp-specialised kernel, in words: one that reads by TMA what peers have written, or
+    writes to peers by TMA if it ``sums``.
     """
     paths, missing = Paths(ptx), []
     if not re.search(r"\bld\.acquire\.sys\.global", ptx):
         missing.append("flags are not read with acquire")
-    if loads and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
-        missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
     if paths.reaches(SUMS, SYSTEM_FENCE, BARRIER) or paths.reaches(SUMS, PUBLISH, SYSTEM_FENCE):
         missing.append("a part's flag may overtake its sums: no barrier and fence.acq_rel.sys")
-    if stores:
-        if not paths.count(PUBLISH) or paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
-            missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
-        if paths.reaches(ARRIVED, PUBLISH, SYSTEM_FENCE):
-            missing.append("a flag may overtake a TMA store that has arrived here: no fence.acq_rel.sys")
-    return missing
+    return missing + _missing_of_tma(paths, not sums, sums)
 
 
 def missing_in_plain(ptx: str, *, tma: bool, sums: bool) -> list[str]:
-    """List what is missing in a plain kernel, in words.
-
-    Args:
-        ptx: the kernel.
-        tma: it reads and writes by TMA.
-        sums: it is the GEMM + reduce-scatter, else the all-gather + GEMM.
+    """List what is missing in a plain kernel, in words. ``tma``: it reads and writes so. ``sums``: it is the GEMM +
+    reduce-scatter, else the all-gather + GEMM.
     """
-    paths, missing = Paths(ptx), []
+    paths = Paths(ptx)
+    missing = _missing_of_tma(paths, tma and not sums, tma and sums)
     if paths.count(POLL) < 2:
         missing.append("flags are not polled")
     if paths.reaches(POLL, rf"{TMA_LOAD}|{DATA_LOAD}", SYSTEM_FENCE):
         missing.append("data may be read before the flag that was polled: no fence.acq_rel.sys")
-    if tma and not sums and (not paths.count(TMA_LOAD) or paths.reaches(POLL, TMA_LOAD, PROXY_FENCE)):
-        missing.append("a TMA load may come before the flag that was polled: no fence.proxy.async")
-    if sums:
-        store = TMA_STORE if tma else STORE
-        if not paths.count(PUBLISH) or paths.reaches(ARRIVED if tma else STORE, PUBLISH, SYSTEM_FENCE):
-            missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
-        if paths.reaches(store, SYSTEM_FENCE, BARRIER):
-            missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
-        if tma and paths.reaches(TMA_STORE, PUBLISH, ARRIVED):
-            missing.append("a flag may overtake a TMA store: no cp.async.bulk.wait_group 0")
+    if sums and not tma and (not paths.count(PUBLISH) or paths.reaches(STORE, PUBLISH, SYSTEM_FENCE)):
+        missing.append("a flag may overtake what was stored before it: no fence.acq_rel.sys")
+    if sums and paths.reaches(TMA_STORE if tma else STORE, SYSTEM_FENCE, BARRIER):
+        missing.append("a thread's flag may overtake another one's stores: no barrier before the fence")
     return missing

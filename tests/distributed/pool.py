@@ -66,7 +66,8 @@ class Template:
 
     def start(self, process: Any) -> None:
         """Start ``process``, of the context ``forkserver``, from this one instead of multiprocessing's own."""
-        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+        own = mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process)
+        with own, mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # whoever starts it: it imports triton
             process.start()
 
     def stop(self) -> None:

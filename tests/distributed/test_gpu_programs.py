@@ -1,11 +1,9 @@
-"""Programs of tests/gpu that run on CPUs, too, without what only GPUs have: so they follow the package in CI."""
+"""A program of tests/gpu that runs on CPUs, too, without what only GPUs have: so it follows the package in CI."""
 
-from pathlib import Path
 from unittest import mock
 
 from tests.distributed.pool import WorkerPool
 from tests.gpu import test_megatron_graphs as graphs
-from tests.gpu import test_whole_sequence as whole_sequence
 
 STEPS = 3
 
@@ -25,9 +23,3 @@ def test_the_training_that_is_captured_on_gpus(world2: WorkerPool) -> None:
         calls = 2 * graphs.LAYERS * graphs.MICRO_BATCHES
         assert after["last"]["gemm_reduce_scatter"] == 2 * calls + graphs.MICRO_BATCHES
         assert (after["captured"], after["graphs"], after["mode"]) == ({}, [], False)
-
-
-def test_the_forward_that_is_captured_on_gpus(world2: WorkerPool, tmp_path: Path) -> None:
-    for tokens in (1, 16):
-        calls = world2.run(whole_sequence.rank_forward, "reference", tokens, tmp_path, False, False)
-        assert calls == [{"gemm_all_reduce/reference": 4}] * 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig, candidates
 
 sys.path.insert(1, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
-from tests.gpu.common import Check, error, gather, parser, poison_results, run_checks, scatter_sum, start
+from tests.gpu.common import Check, error, gather, parser, poison_results, random_sizes, run_checks, scatter_sum, start
 from tests.gpu.emulated_group import EmulatedGroup, opened
 
 NAME = "fused"
@@ -133,7 +134,6 @@ def divided(group):
 
 
 def shapes(group):
-    torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float16):
         for transposed in (False, True):
             for mp, n, k in ((256, 1024, 512), (300, 776, 1000), (100, 520, 264), (37, 100, 77), (1, 8, 8)):
@@ -163,19 +163,6 @@ def plans(group):
         compare(group, 256, 520, 1032, transposed=True)
         done.append(plan.label())
     return "; ".join(done)
-
-
-def repeated(group):
-    """Check that 100 calls, back to back, both operators alternating, give the same bits."""
-    xs, xl, w = operands(group, 256, 2048, 1024, torch.bfloat16, False)
-    y0 = ops.all_gather_gemm(xs, w, group, backend=NAME)
-    z0 = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(100):
-        differ += (ops.all_gather_gemm(xs, w, group, backend=NAME) != y0).sum()
-        differ += (ops.gemm_reduce_scatter(xl, w, group, backend=NAME) != z0).sum()
-    assert differ.item() == 0, f"{differ.item()} elements differ over 100 repetitions"
-    return "100 x 2"
 
 
 def bias(group):
@@ -274,21 +261,9 @@ def elsewhere(group):
 
 
 def random_shapes(group, rounds=200):
-    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
-    dist.broadcast(seed, group=group, group_src=0)
-    r = random.Random(seed.item())
-    for i in range(rounds):
-        # Multiples of 16, or odd: Triton compiles another kernel for every mix of what 16 divides.
-        mp = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
-        n, k = (
-            (16 * r.randint(1, 100) for _ in range(2))
-            if r.random() < 0.7
-            else (2 * r.randint(0, 350) + 1 for _ in range(2))
-        )
-        transposed, late, delay = r.random() < 0.5, r.randrange(group.size()), r.random()
-        if i % 20 == 7 and group.rank() == late:
-            torch.cuda._sleep(int(delay * 1.5e9))  # up to about a second
-        compare(group, mp, n, k, torch.float16 if r.random() < 0.1 and n % 2 == 0 else torch.bfloat16, transposed)
+    for mp, n, k, r in random_sizes(group, rounds, 700, 0.7):
+        dtype = torch.float16 if r.random() < 0.1 and n % 2 == 0 else torch.bfloat16
+        compare(group, mp, n, k, dtype, r.random() < 0.5)
     return f"{rounds} rounds"
 
 
@@ -308,45 +283,6 @@ def any_rows(group):
         shared = len(group_state.state_of(group).fused)
         assert plan is None or shared == 4, f"{shared} plans where two operators were called in two ways"
     return f"{len(chosen)} plans, {len(ROWS)} m"
-
-
-def poisoned_shard(group):
-    """NaN in one rank's row reaches exactly the rows it should."""
-    xs, xl, w = operands(group, 256, 512, 512, torch.bfloat16, False)
-    bad = group.size() - 1
-    if group.rank() == bad:
-        xs[3, 5] = float("nan")
-        xl[300, 7] = float("nan")
-    y = ops.all_gather_gemm(xs, w, group, backend=NAME)
-    rows = y.isnan().any(1).nonzero().flatten().tolist()
-    assert rows == [bad * 256 + 3], rows
-    assert y[rows[0]].isnan().all()
-    z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
-    rows = z.isnan().any(1).nonzero().flatten().tolist()
-    assert rows == ([300 - 256] if group.rank() == 1 else []), rows
-    return "rows as expected"
-
-
-def streams(group):
-    """Calls that alternate between two streams, of shapes that grow and shrink."""
-    s = [torch.cuda.Stream(), torch.cuda.Stream()]
-    inputs = [operands(group, mp, 768, 512, torch.bfloat16, False) for mp in (64, 512, 128, 256)]
-    results = []
-    torch.cuda.synchronize()
-    for i in range(24):
-        xs, xl, w = inputs[i % 4]
-        with torch.cuda.stream(s[i % 2]):
-            results.append((i % 4, ops.all_gather_gemm(xs, w, group, backend=NAME),
-                            ops.gemm_reduce_scatter(xl, w, group, backend=NAME)))  # fmt: skip
-    torch.cuda.synchronize()
-    first = {}
-    for i, y, z in results:
-        y0, z0 = first.setdefault(i, (y, z))
-        assert torch.equal(y, y0), f"call {i} differs"
-        assert torch.equal(z, z0), f"call {i} differs"
-    for i, (xs, _, w) in enumerate(inputs):
-        assert error(first[i][0], gather(xs, group).float() @ w.float().t()) < 1e-2
-    return "24 x 2 calls"
 
 
 def graphs(group):
@@ -485,55 +421,32 @@ def step_of(group):
     return calls
 
 
-def nccl_beside(group, rounds=60):
-    """Eager calls beside another group's NCCL kernels."""
+def nccl_beside(group, rounds=60, in_graphs=False):
+    """Eager or replayed calls beside another group's NCCL kernels."""
     with another_group(group) as other:
         calls = step_of(group)
-        first, differ = calls(), torch.zeros((), dtype=torch.int64, device="cuda")
-
-        def run(_):
-            for got, want in zip(calls(), first, strict=True):
-                differ.add_((got != want).sum())
-
-        said = beside_nccl(group, other, run, rounds)
-    assert differ.item() == 0, f"{differ.item()} elements differ"
-    return said
-
-
-def nccl_beside_graphs(group, rounds=60):
-    """Replayed calls beside another group's NCCL kernels."""
-    with another_group(group) as other:
-        calls = step_of(group)
-        with captured_calls():
+        with captured_calls() if in_graphs else contextlib.nullcontext():
             first = calls()
         torch.cuda.synchronize()
         dist.barrier(group=group)
-        made = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        made = [torch.cuda.CUDAGraph() for _ in range(2 if in_graphs else 0)]
         results = []
         for graph in made:
             with torch.cuda.graph(graph):
                 results.append(calls())
         differ = torch.zeros((), dtype=torch.int64, device="cuda")
 
-        def run(i):
+        def replayed(i):
             made[i % 2].replay()
-            for got, want in zip(results[i % 2], first, strict=True):
+            return results[i % 2]
+
+        def run(i):
+            for got, want in zip(replayed(i) if in_graphs else calls(), first, strict=True):
                 differ.add_((got != want).sum())
 
         said = beside_nccl(group, other, run, rounds)
     assert differ.item() == 0, f"{differ.item()} elements differ"
     return said
-
-
-def gather_async(group):
-    """all_gather behind a gemm_reduce_scatter, as in the backward pass of a column-parallel layer."""
-    xs, xl, w = operands(group, 512, 1024, 512, torch.bfloat16, False)
-    want = gather(xs, group)
-    for _ in range(20):
-        pending = ops.all_gather(xs, group, backend=NAME)
-        ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
-        assert torch.equal(pending.wait(), want)
-    return "20"
 
 
 def across_streams(group):
@@ -667,24 +580,7 @@ def time_limit(group):
     made = dist.new_group(timeout=datetime.timedelta(seconds=77))
     with mock.patch.object(settings, "timeout_s", return_value=None):
         assert watch.timeout_s(made, torch.device("cuda")) == 77
-    with mock.patch.object(settings, "_held", {**settings._held, "MEGATRON_FLUX_TIMEOUT_S": "5"}):
-        assert watch.timeout_s(made, torch.device("cuda")) == 5
-    os_says = settings.one_queue()
-    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="8" if os_says else "1"):
-        assert settings.one_queue() == os_says, "CUDA has started with another value"
     return "as said"
-
-
-def mismatch(group):
-    """Different shapes on different ranks are an error."""
-    from megatron_flux.errors import UserError
-
-    xs, _, w = operands(group, 64 * (1 + group.rank() % 2), 256, 256, torch.bfloat16, False)
-    try:
-        ops.all_gather_gemm(xs, w, group, backend=NAME)
-    except UserError as err:
-        return str(err)[:120]
-    raise AssertionError("no error")
 
 
 # Faults that most runs hide: a wait, a fence or an epoch that is missing shows only where somebody is late.
@@ -761,16 +657,6 @@ def late_plain(group, wrap=False):
     """The same for the plain kernels, with and without TMA, and for gathers by themselves."""
     chosen = [(KernelConfig(), (256, 512, 256), True)]
     return late_calls(group, [*chosen, *([] if wrap else [(KernelConfig(), (37, 100, 77), False)])], wrap)
-
-
-def wrapping_hopper(group):
-    """Epochs of the warp-specialised kernels wrap while a rank is late."""
-    return late_hopper(group, wrap=True)
-
-
-def wrapping_plain(group):
-    """Epochs of the plain kernels wrap while a rank is late."""
-    return late_plain(group, wrap=True)
 
 
 def after_calls(group, works, calls):
@@ -880,95 +766,21 @@ def kinds(group):
     return "18 x 3 calls"
 
 
-def fences(group):
-    """The kernels that run here have their fences on every path: see :mod:`tests.ptx`."""
-    from megatron_flux.kernels import launch as relaunch
-    from tests.ptx import missing_fences, missing_in_plain
-
-    describe, by_triton, seen = relaunch.describe, relaunch.by_triton, {}
-
-    def spying(compiled):
-        seen[compiled.metadata.name] = compiled.asm["ptx"], None
-        return describe(compiled)
-
-    def spying_triton(kernel, grid, *arguments, **constants):
-        compiled = by_triton(kernel, grid, *arguments, **constants)
-        seen[kernel.fn.__name__] = compiled.asm["ptx"], constants.get("TMA")
-        return compiled
-
-    torch.cuda.synchronize()
-    dist.barrier(group=group)
-    group_state.drop_slabs()  # what has been launched from it would not be launched by Triton again
-    try:
-        with (
-            mock.patch.dict(relaunch._loaded, clear=True),
-            mock.patch.object(relaunch, "describe", spying),
-            mock.patch.object(relaunch, "by_triton", spying_triton),
-        ):  # fmt: skip
-            backend().config = KernelConfig()
-            compare(group, 256, 512, 256)
-            if hopper():
-                backend().config = KernelConfig(ws=True)
-                compare(group, 256, 1024, 512)
-    finally:
-        backend().config = None
-    missing = {}
-    for name in ("ag_gemm_kernel", "gemm_rs_kernel"):
-        ptx, tma = seen[name]
-        missing[name] = missing_in_plain(ptx, tma=tma, sums=name.startswith("gemm_rs"))
-    for name, kind in {"hopper_ag_gemm_kernel": "loads", "hopper_gemm_rs_kernel": "stores"}.items() if hopper() else ():
-        missing[name] = missing_fences(seen[name][0], **{kind: True})
-    assert not any(missing.values()), missing
-    return ", ".join(missing)
-
-
-OF_REAL_GROUPS: dict[str, Check] = {
-    "kinds": kinds,
-    "late_hopper": late_hopper,
-    "late_plain": late_plain,
-    "stream_change": stream_change,
-    "fences": fences,
-    "wrapping_hopper": wrapping_hopper,
-    "wrapping_plain": wrapping_plain,
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        signals, shapes, plans, bias, addend, own_gathered, any_rows, elsewhere, time_limit, across_streams, exceptions,
+        graphs, broken_capture, nccl_beside, random_shapes, kinds, late_hopper, late_plain, stream_change,
+    )
+}  # fmt: skip
+CHECKS |= {
+    "nccl_beside_graphs": functools.partial(nccl_beside, in_graphs=True),
+    "wrapping_hopper": functools.partial(late_hopper, wrap=True),
+    "wrapping_plain": functools.partial(late_plain, wrap=True),
     "worn_out": worn_out,
 }
-"""Not for two GPUs that emulate more."""
-
-
-CHECKS: dict[str, Check] = {
-    "signals": signals,
-    "shapes": shapes,
-    "plans": plans,
-    "bias": bias,
-    "addend": addend,
-    "own_gathered": own_gathered,
-    "any_rows": any_rows,
-    "elsewhere": elsewhere,
-    "repeated": repeated,
-    "poisoned_shard": poisoned_shard,
-    "streams": streams,
-    "gather_async": gather_async,
-    "time_limit": time_limit,
-    "across_streams": across_streams,
-    "exceptions": exceptions,
-    "graphs": graphs,
-    "broken_capture": broken_capture,
-    "nccl_beside": nccl_beside,
-    "nccl_beside_graphs": nccl_beside_graphs,
-    "mismatch": mismatch,
-    "random_shapes": random_shapes,
-    **OF_REAL_GROUPS,
-}
-
-
-NOT_EMULATED = (
-    "addend", "own_gathered", "elsewhere", "poisoned_shard", "across_streams", "exceptions", "graphs", "broken_capture",
-    "nccl_beside", "nccl_beside_graphs", "mismatch",
-)  # fmt: skip
-
-
-ACROSS_QUEUES = ("across_streams",)
-"""Checks that show nothing where all streams share one hardware queue: by themselves they run with eight."""
+EMULATED = ("signals", "shapes", "plans", "bias", "any_rows", "time_limit", "random_shapes")
+"""What two GPUs that emulate more can do."""
 
 
 def main() -> None:
@@ -978,7 +790,7 @@ def main() -> None:
     options.add_argument("--split", type=int, default=1, help="groups that run at the same time")
     options.add_argument("--emulate", type=int, help="two GPUs emulate so many; what they cannot do is left out")
     given = options.parse_args()
-    if given.only in ACROSS_QUEUES:
+    if given.only == "across_streams":  # it shows nothing where all streams share one hardware queue
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     group = start()
     size = dist.get_world_size() // given.split
@@ -989,7 +801,7 @@ def main() -> None:
     checks, about = CHECKS, {"groups": given.split}
     if given.emulate:
         group = opened(group, given.emulate, torch.device("cuda", torch.cuda.current_device()))
-        checks = {name: check for name, check in CHECKS.items() if name not in (*NOT_EMULATED, *OF_REAL_GROUPS)}
+        checks = {name: CHECKS[name] for name in EMULATED}
         about["emulated_by"] = dist.get_world_size()
     arguments = {
         "random_shapes": (given.rounds,),

@@ -6,9 +6,10 @@ import argparse
 import faulthandler
 import json
 import os
+import random
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def peak_memory(step: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def random_sizes(group: dist.ProcessGroup, rounds: int, other: int, share: float) -> Iterator[Any]:
+    """Yield random rows, columns and depths, the same on all ranks, and what drew them; in some rounds a rank is late.
+
+    Multiples of 16, or odd (columns and depths below ``other``): Triton compiles another kernel for every mix of what
+    16 divides.
+    """
+    seed = torch.tensor([random.randrange(1 << 30)], device="cuda")
+    dist.broadcast(seed, group=group, group_src=0)
+    r = random.Random(seed.item())
+    for i in range(rounds):
+        rows = r.choice([2 * r.randint(0, 150) + 1, 16 * r.randint(1, 20), 128 * r.randint(1, 3)])
+        sixteens = r.random() < share
+        n, k = (16 * r.randint(1, 100) if sixteens else 2 * r.randint(0, other // 2) + 1 for _ in range(2))
+        late, delay = r.randrange(group.size()), r.random()
+        if i % 20 == 7 and group.rank() == late:
+            torch.cuda._sleep(int(delay * 1.5e9))  # up to about a second
+        yield rows, n, k, r
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all programs have."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,6 +101,7 @@ def start(timeout_s: float | None = None) -> dist.ProcessGroup:
     timeout = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()), **timeout)
     torch.manual_seed(1000 + int(os.environ["RANK"]))
+    torch.backends.cuda.matmul.allow_tf32 = False  # what results are compared with is fp32
     return dist.group.WORLD
 
 

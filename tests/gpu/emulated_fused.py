@@ -23,14 +23,11 @@ from megatron_flux.errors import UserError
 from megatron_flux.ops.backend import Plan
 from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
-from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fused import FusedPlan
 from megatron_flux.ops.fused_gather import shard_of
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner.candidates import Backends
 from tests.gpu.emulated_group import EmulatedGroup
 
 
@@ -86,10 +83,6 @@ class EmulatedFused(FusedBackend):
         return self._slabs[key]
 
 
-def _processes(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group.pair if isinstance(group, EmulatedGroup) else group
-
-
 def _gather_flags(plan: KernelConfig, k: int) -> int:
     """Flags of one source of an all_gather_gemm, as :mod:`megatron_flux.kernels.hopper.ag_gemm` counts them."""
     return 2 if plan.ws and plan.edges(k) != WHOLE else 1
@@ -121,6 +114,5 @@ fused = EmulatedFused()
 
 
 def register() -> None:
-    """Let ``fused`` and ``tuned``, and with it ``auto``, run on emulated groups in this process, and on no others."""
-    tuned = TunedBackend(Backends(ReferenceBackend(), fused, processes=_processes))
-    registry._backends |= {fused.name: fused, tuned.name: tuned}
+    """Let ``fused`` run on emulated groups in this process, and on no others."""
+    registry._backends[fused.name] = fused

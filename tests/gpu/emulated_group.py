@@ -25,17 +25,8 @@ from megatron_flux.errors import UserError
 SIZES = (4, 8)
 
 
-class EmulatedLink(links.Link):
-    """A link of another kind than the pair's, which it is as fast as."""
-
-    @property
-    def is_nvlink(self) -> bool:
-        """True if NVLink connects the pair."""
-        return self.kind.split()[0] == "nvlink"
-
-
 class EmulatedGroup(dist.ProcessGroup):
-    """A process group of ``size`` on two ranks; see the module. The collectives are those that training uses."""
+    """A process group of ``size`` on two ranks; see the module. The collectives are those that checks use."""
 
     def __init__(self, pair: dist.ProcessGroup, size: int) -> None:
         """Collective over ``pair``, the two ranks of the world.
@@ -105,25 +96,6 @@ class EmulatedGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
-    def allgather(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Small things: what ranks agree on."""
-        other, work = self._other(xs[0])
-        for rank, out in enumerate(outs[0]):
-            out.copy_(other if rank else xs[0])
-        return work
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        """Largest and smallest; a sum would have to say of whom.
-
-        Raises:
-            UserError: another operation.
-        """
-        # Not `in`: the enum's own comparison says no.
-        if not any(opts.reduceOp == op for op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
-            raise UserError(f"an emulated group reduces to the largest or smallest, not {opts.reduceOp}")
-        (tensor,) = tensors
-        return dist.all_reduce(tensor, op=opts.reduceOp, group=self._of(tensor), async_op=True)
-
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         """From the first process. Of objects, torch reads what it got only on ranks other than 0: nobody does here."""
         (tensor,) = tensors
@@ -172,14 +144,12 @@ class EmulatedAgreements(agreement.Agreements):
 
 
 def opened(pair: dist.ProcessGroup, size: int, device: torch.device) -> EmulatedGroup:
-    """The group, with the pair's link as its own; on GPUs ``fused`` and ``tuned`` then run on it. Collective."""
+    """The group, with the pair's link as its own; on GPUs ``fused`` then runs on it. Collective."""
     from tests.gpu import emulated_fused
 
     group = EmulatedGroup(pair, size)
     agreement._agreements[group] = EmulatedAgreements(group)
-    link = links.probe(pair, device)
-    # A kind of its own: the tuner keeps answers by link.
-    state_of(group).link = EmulatedLink(link.kind if link.kind == "none" else f"{link.kind} stand-in", link.reason)
+    state_of(group).link = links.probe(pair, device)
     if device.type == "cuda":
         emulated_fused.register()
     return group

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_flux.ops.kernel_config import KernelConfig
+from tests.gpu.conftest import HAVE_TE, NEEDS_TE
+from tests.gpu.test_commands import COMMAND
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.slow]
 
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
-COMMAND = ["-m", "megatron_flux.cli"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CALLS = ["--preset", "llama2-70b", "--set", "linears=qkv,proj", "--tokens", "1024"]
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_NVLS_ENABLE")
 TIMES = ("gemm_ms", "nccl_ms", "serial_ms", "fused_ms", "tuned_ms", "bound_ms")
 
 
-def run(cache: Path, *words: str | Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(cache: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     hidden = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     done = subprocess.run(
-        [sys.executable, *(launcher or []), *COMMAND, *map(str, words)],
+        [*COMMAND, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -45,13 +42,10 @@ def summary_of(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("launcher", "more"), [(None, ["--tp", "2"]), (TORCHRUN, [])], ids=["own launcher", "torchrun"]
-)
-def test_bench_ops(tmp_path: Path, launcher: list[str] | None, more: list[str]) -> None:
+def test_bench_ops(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    short = ["--rounds", "2", "--set", "burst=2", "--directions", "forward,decode"]
-    done = run(tmp_path / "tuned.json", "bench", "ops", *CALLS, *more, *short, "--out", out, launcher=launcher)
+    short = ["--tp", "2", "--rounds", "2", "--set", "burst=2", "--directions", "forward,decode"]
+    done = run(tmp_path / "tuned.json", "bench", "ops", *CALLS, *short, "--out", out)
     summary = summary_of(out)
     assert (summary["tp"], summary["link"] in ("nvlink", "p2p")) == (2, True)
     assert all(summary["versions"][name] for name in ("torch", "triton", "cuda", "nccl"))
@@ -154,17 +148,7 @@ def test_zero_3_on_the_same_tokens(tmp_path: Path, more: tuple[str, ...]) -> Non
         assert min(row["ms_per_layer"], row["peak_memory_gb"], row["breakdown"]["communication_ms"]) > 0
 
 
-def test_fused_backend_computes_the_same(tmp_path: Path) -> None:
-    summary = layers(tmp_path / "run", "--variants", "local,flux_local", "--backend", "fused", "--set=trace=false")
-    local, flux = summary["rows"]
-    assert flux["agreement"]["ok"], flux["agreement"]
-    assert set(flux["flux_calls_per_step"]) == {
-        "all_gather/fused", "all_gather_gemm/fused", "gemm_reduce_scatter/fused",
-    }  # fmt: skip
-    assert (local["breakdown"], local["trace"]) == ({}, None)
-
-
-@pytest.mark.skipif(not HAVE_TE, reason="TransformerEngine is not installed")
+@NEEDS_TE
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise"])
 def test_fp8(tmp_path: Path, recipe: str) -> None:
     names = ("--variants", "te,flux_te,no_communication,unsynchronised", "--backend", "fused")

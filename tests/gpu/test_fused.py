@@ -21,19 +21,21 @@ TIMEOUT_S = 6
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, {GPUS} visible")]
 
 VICTIM = """
-import os, sys, torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 from megatron_flux import ops
-x = torch.randn(size * 128, 256, device="cuda", dtype=torch.bfloat16)
-w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+x = torch.randn(size * ROWS, K, device="cuda", dtype=torch.bfloat16)
+w = torch.randn(K, K, device="cuda", dtype=torch.bfloat16)
+for _ in range(CALLS):
+    ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="BACKEND")
 torch.cuda.synchronize()
 dist.barrier()
+torch.cuda.synchronize()
 if rank == size - 1:
     os.kill(os.getpid(), 9)
-ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="fused")
+ops.gemm_reduce_scatter(x, w, dist.group.WORLD, backend="BACKEND")
 torch.cuda.synchronize()
 print("still alive")
 os._exit(0)
@@ -134,12 +136,18 @@ def test_checks_of_two_that_emulate_more(size: int) -> None:
     run_checks("checks.py", 2, "--emulate", str(size), "--rounds", "10")
 
 
-def start(script: str) -> list[subprocess.Popen[str]]:
+def victim(backend: str, calls: int, rows: int, k: int) -> str:
+    """A script of which the last rank ends behind ``calls``."""
+    constants = f"ROWS, K, CALLS = {rows}, {k}, {calls}\n"
+    return constants + VICTIM.replace("BACKEND", backend)
+
+
+def start(script: str, **variables: str) -> list[subprocess.Popen[str]]:
     """Two ranks of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    base = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    base = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
     return [
         subprocess.Popen(
             [sys.executable, "-c", script],
@@ -153,7 +161,7 @@ def start(script: str) -> list[subprocess.Popen[str]]:
 
 
 def test_killed_rank_ends_the_others_in_time() -> None:
-    ranks = start(VICTIM)
+    ranks = start(victim("fused", 1, 128, 256))
     ranks[1].wait(120)
     died = time.monotonic()
     said, _ = ranks[0].communicate(timeout=TIMEOUT_S + 60)

@@ -1,4 +1,4 @@
-"""Commands of job scripts on GPUs: the pre-flight of a node and of its ranks, and a comparison that is stopped.
+"""Commands of job scripts on GPUs: the pre-flight of a node and of its ranks.
 
 The pre-flight refuses GPUs whose memory others use: run this file by itself.
 """
@@ -6,14 +6,11 @@ The pre-flight refuses GPUs whose memory others use: run this file by itself.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,12 +20,11 @@ from megatron_flux.slurm.profile import Floors
 from megatron_flux.telemetry import environment
 from tests.distributed.test_preflight import LINKS, MEASURED
 from tests.distributed.test_preflight import run as run_ranks
-from tests.gpu.test_commands import COMMAND, SMALL, losses, run
 
 pytestmark = pytest.mark.gpus(2)
 
 
-def expected(folder: Path, **changed: str) -> list[str]:
+def expected(folder: Path) -> list[str]:
     """Words for the pre-flight that say what this machine has."""
     properties = torch.cuda.get_device_properties(0)
     found = {
@@ -39,19 +35,14 @@ def expected(folder: Path, **changed: str) -> list[str]:
         "gpu-name": torch.cuda.get_device_name(0).split()[-1],
         "gpu-memory-gib": str(int(properties.total_memory / 2**30)),
         "slow-fraction": "0.7",
-        **changed,
     }
     return [f"--{name}={value}" for name, value in found.items()]
 
 
-def preflight(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_flux.slurm.preflight.node", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     words = expected(tmp_path)
-    done = preflight(*words)
+    command = [sys.executable, "-m", "megatron_flux.slurm.preflight.node", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / f"{socket.gethostname()}.json").read_text())
     assert len(report["gpus"]) == torch.cuda.device_count()
@@ -101,38 +92,3 @@ def test_peers_memory_and_host_memory_are_measured(tmp_path: Path) -> None:
     host, peers = map(float, re.findall(r"[\d.]+", said))
     assert min(host, peers) > 1
     assert link == ("p2p" if peers > host else "host")
-
-
-def test_another_gpu_than_the_profiles_is_named(tmp_path: Path) -> None:
-    count = torch.cuda.device_count()
-    done = preflight(*expected(tmp_path, **{"gpu-name": "Z99", "processes": str(count + 1)}))
-    assert done.returncode == 1
-    name = socket.gethostname()
-    said = (tmp_path / f"{name}.problems").read_text().splitlines()
-    assert f"{name}: {count} GPU(s), the profile says {count + 1}" in said
-    assert f"{name}: GPU 0 is {torch.cuda.get_device_name(0)}, the profile says Z99" in said
-
-
-def test_a_stopped_comparison_resumes_both_arms(tmp_path: Path) -> None:
-    common = ["compare", "--nproc", "2", *SMALL, "--set", "block_steps=2"]
-    out, saved = tmp_path / "run", tmp_path / "saved"
-    words = [*COMMAND, *common, "--steps", "100000", "--set", "log_interval=100000", "--save", saved, "--out", out]
-    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
-    record = out / "flux" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (record.exists() and record.read_bytes().count(b"\n") >= 4):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGUSR1)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    reached = json.loads((out / "ended.json").read_text())["iterations"]
-    before = {side: losses(out / side) for side in reached}
-    steps = max(reached.values()) + 4
-    run(*common, "--steps", str(steps), "--load", saved, "--out", out)
-    for side, first in before.items():
-        assert len(first) == reached[side]
-        assert losses(out / side)[: len(first)] == first
-        assert len(losses(out / side)) == steps
-    assert losses(out / "baseline") == pytest.approx(losses(out / "flux"), rel=5e-3)

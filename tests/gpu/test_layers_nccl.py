@@ -4,6 +4,7 @@ sequence parallelism and without, of few rows and of more.
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_flux
+from megatron_flux.train.shims import gradient_accumulation_fusion
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.gpus(2)
@@ -59,11 +62,6 @@ def _forward_backward(
     backend: str | None, dtype: torch.dtype, fusion: bool, whole: int | None = None
 ) -> SimpleNamespace:
     """``backend`` None is stock; ``whole``: the sequence that every rank has, None with sequence parallelism."""
-    import contextlib
-
-    import megatron_flux
-    from megatron_flux.train.shims import gradient_accumulation_fusion
-
     tp, rank = dist.get_world_size(), dist.get_rank()
     with contextlib.ExitStack() as stack:
         if fusion:
@@ -87,34 +85,21 @@ def _forward_backward(
         )
 
 
-def _require_same(
-    pool: WorkerPool, backend: str, dtype: torch.dtype, fusion: bool, whole: int | None = None
-) -> list[dict[str, int]]:
-    """Compare flux with stock to the bit, and return its calls by rank."""
-    stock = pool.run(_forward_backward, None, dtype, fusion, whole)
-    flux = pool.run(_forward_backward, backend, dtype, fusion, whole)
+WAYS = [(backend, torch.bfloat16, whole) for backend in ("reference", "fused") for whole in (None, FEW, S)]
+
+
+@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
+@pytest.mark.parametrize(("backend", "dtype", "whole"), [*WAYS, ("reference", torch.float32, None)])
+def test_patched_equals_stock(
+    nccl2: WorkerPool, backend: str, dtype: torch.dtype, whole: int | None, fusion: bool
+) -> None:
+    """To the bit."""
+    stock = nccl2.run(_forward_backward, None, dtype, fusion, whole)
+    flux = nccl2.run(_forward_backward, backend, dtype, fusion, whole)
     for a, b in zip(stock, flux, strict=True):
         assert (a.active, b.active, a.calls) == (0, 2, {})
         assert a.flagged == b.flagged == [fusion, fusion]
+        assert whole is None or b.calls == {f"gemm_all_reduce/{backend}": 2}
         for name, s, f in zip(("y", "dx", "dw1", "dw2", "db1", "db2"), a.values, b.values, strict=True):
             assert s.abs().sum() > 0, name
             assert torch.equal(s, f), name
-    return [found.calls for found in flux]
-
-
-@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("reference", torch.bfloat16), ("reference", torch.float32), ("fused", torch.bfloat16)],
-    ids=["reference-bf16", "reference-fp32", "fused-bf16"],
-)
-def test_patched_equals_stock(nccl2: WorkerPool, backend: str, dtype: torch.dtype, fusion: bool) -> None:
-    _require_same(nccl2, backend, dtype, fusion)
-
-
-@pytest.mark.parametrize("fusion", [False, True], ids=["wgrad", "main_grad"])
-@pytest.mark.parametrize("whole", [FEW, S])
-@pytest.mark.parametrize("backend", ["reference", "fused"])
-def test_without_sequence_parallelism(nccl2: WorkerPool, backend: str, whole: int, fusion: bool) -> None:
-    calls = _require_same(nccl2, backend, torch.bfloat16, fusion, whole)
-    assert calls == [{f"gemm_all_reduce/{backend}": 2}] * 2

@@ -6,10 +6,8 @@ would show in the gradient norm), in this project's training loop, which drives 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,9 @@ import torch.distributed as dist
 from megatron_flux.config import FluxConfig
 from tests.distributed.megatron_world import flux, megatron, on_gpu
 from tests.distributed.pool import WorkerPool
+from tests.gpu.conftest import NEEDS_TE
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-    ),
-]
+pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
 
 LAYERS, STEPS, MICRO_BATCHES = 2, 8, 2
 IN_GRAPHS = {"all_gather_gemm": 4 * LAYERS, "gemm_reduce_scatter": 4 * LAYERS, "all_gather": 2 * LAYERS}
@@ -171,13 +165,6 @@ def graphs_of(trainer: Any, graphs: str) -> list[bool]:
     return []
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[WorkerPool]:
-    """Two ranks of their own: graphs change the process's random generators and streams."""
-    with WorkerPool(2, backend="nccl") as pool:
-        yield pool
-
-
 _eager: dict[str, dict[str, Any]] = {}
 
 
@@ -210,6 +197,14 @@ def require_close(
         )
 
 
+def require_replayed(rank: int, found: dict[str, Any], in_graphs: dict[str, int]) -> None:
+    about = f"rank {rank}: {found}"
+    assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
+    assert found["captured"] == in_graphs, f"other calls captured than {in_graphs}, {about}"
+    assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
+    assert (found["seen"]["active_layers"], found["seen"]["fallbacks"]) == (4 * LAYERS + 1, {}), about
+
+
 @pytest.mark.parametrize("graphs", ["transformer_engine", "local"])
 @pytest.mark.parametrize(
     ("spec", "backend"), [("transformer_engine", "fused"), ("local", "fused"), ("transformer_engine", "chunked")]
@@ -218,14 +213,9 @@ def test_flux_is_replayed_and_the_curve_stays(ranks: WorkerPool, spec: str, back
     expected = eager(ranks, spec)
     te_default = graphs == "transformer_engine"
     for rank, found in enumerate(ranks.run(rank_train, spec, graphs, True, te_default, backend)):
-        about = f"rank {rank}: {found}"
-        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
-        assert found["captured"] == IN_GRAPHS, f"other calls captured than {IN_GRAPHS}, {about}"
-        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
-        assert found["seen"]["active_layers"] == 4 * LAYERS + 1, about
-        assert found["seen"]["fallbacks"] == {}, about
-        assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), about
-        assert (found["mode"], found["mode_after"]) == (True, False), f"captured mode, {about}"
+        require_replayed(rank, found, IN_GRAPHS)
+        assert all(name.endswith(f"/{backend}") for name in found["seen"]["calls"]), found
+        assert (found["mode"], found["mode_after"]) == (True, False), "captured mode"
         require_close(f"flux in graphs (rank {rank})", found, "flux without", expected)
 
 
@@ -250,13 +240,9 @@ def test_fp8_is_replayed_and_the_curve_is_stocks(ranks: WorkerPool, recipe: str,
     # Blocks: dy is gathered by rows as well, and each gather is one of numbers and one of scales.
     in_graphs = {**IN_GRAPHS, "all_gather": (8 if recipe == "blockwise" else 2) * LAYERS}
     for rank, found in enumerate(ranks.run(rank_train, te, graphs, True, False, "fused", recipe)):
-        about = f"rank {rank}: {found}"
-        assert found["graphs"] == [True] * LAYERS, f"not one pair of graphs per layer, {about}"
-        assert found["captured"] == in_graphs, f"other calls captured than {in_graphs}, {about}"
-        assert found["last"] == BESIDE, f"other calls in the last step than the output layer's, {about}"
-        assert (found["seen"]["active_layers"], found["seen"]["fallbacks"]) == (4 * LAYERS + 1, {}), about
+        require_replayed(rank, found, in_graphs)
         others = {name for name in found["seen"]["calls"] if not name.endswith("/fused")}
-        assert others <= ({"all_gather/reference"} if recipe == "blockwise" else set()), f"beside scales, {about}"
+        assert others <= ({"all_gather/reference"} if recipe == "blockwise" else set()), f"beside scales: {others}"
         require_close(f"flux in graphs (rank {rank})", found, "stock in graphs", stock)
         require_close(f"flux in graphs (rank {rank})", found, "flux without", eager, stocks=stocks)
     require_close("flux without graphs", eager, "stock without", stocks[1])

@@ -94,18 +94,7 @@ def check_trace(folder: Path, side: str) -> None:
 
 
 def test_names_for_nsys(tmp_path: Path) -> None:
-    run(
-        "train",
-        "--nproc",
-        "2",
-        "--steps",
-        "4",
-        "--set=nvtx=true",
-        "--profile-steps",
-        "3-4",
-        *SMALL,
-        "--out",
-        tmp_path / "run",
-    )
+    words = ["--nproc", "2", "--steps", "4", "--set=nvtx=true", "--profile-steps", "3-4"]
+    run("train", *words, *SMALL, "--out", tmp_path / "run")
     assert not (tmp_path / "run" / "flux" / "trace").exists()
     assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import FluxConfig
-from tests.distributed.megatron_world import flux, megatron, model_config, on_gpu
+from tests.distributed.megatron_world import _local_layer, flux, loss_of, megatron, model_config, pipeline_stages
 from tests.distributed.pool import WorkerPool
 
 pytestmark = pytest.mark.gpus(4)
 
-STEPS, MICRO_BATCHES, BATCH, VOCABULARY = 6, 8, 2, 256
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE, VOCABULARY = 6, 8, 2, 512, 256
 TIMEOUT_S = 240.0
 """Limit of a whole run: one that stands still is killed."""
 
@@ -29,71 +29,37 @@ TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bf16."""
 
 
-def sequence() -> int:
-    return 512 if on_gpu() else 32
-
-
 def chunks() -> list[torch.nn.Module]:
     """This rank's two virtual stages, of one layer each, the same numbers in every run."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from megatron_flux.train.shims import SequenceParallelNorm
-
-    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8} if on_gpu() else {}
-    dtype = torch.bfloat16 if on_gpu() else torch.float32
     config = model_config(
         num_layers=4,
         virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=on_gpu(),
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
         overlap_p2p_comm=True,
         batch_p2p_comm=False,
-        **sizes,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=8,
     )
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    made = []
-    for stage in range(2):
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer], layer_norm=SequenceParallelNorm),
-            vocab_size=VOCABULARY,
-            max_sequence_length=sequence(),
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            parallel_output=True,
-            share_embeddings_and_output_weights=False,
-            vp_stage=stage,
-        )
-        made.append(model.to(dtype).cuda() if on_gpu() else model)
-    return made
+    return pipeline_stages(config, *_local_layer(config, {}), VOCABULARY, SEQUENCE)
 
 
 def text() -> Iterator[torch.Tensor]:
     """Micro-batches of tokens, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     while True:
-        tokens = torch.randint(0, VOCABULARY, (BATCH, sequence() + 1), generator=generator)
-        yield tokens.cuda() if on_gpu() else tokens
+        yield torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
 
 
 def forward_step(late: random.Random, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
-    if on_gpu():
-        torch.cuda._sleep(late.choice((0, 0, 200_000, 2_000_000, 10_000_000)))
+    torch.cuda._sleep(late.choice((0, 0, 200_000, 2_000_000, 10_000_000)))
     tokens = next(batches)
-    positions = torch.arange(sequence(), device=tokens.device).expand(BATCH, -1)
-    mask = torch.triu(torch.ones(1, 1, sequence(), sequence(), dtype=torch.bool, device=tokens.device), 1)
+    positions = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda"), 1)
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
-    return output, partial(loss_of)
-
-
-def loss_of(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = per_token.float().mean()
-    return loss, {"loss": loss.detach()}
+    return output, loss_of
 
 
 def rank_train(patched: bool) -> dict[str, Any]:
@@ -106,8 +72,7 @@ def rank_train(patched: bool) -> dict[str, Any]:
     losses, norms = [], []
     with megatron(2, 2, virtual_pipeline_model_parallel_size=2):
         models = chunks()
-        backend = "fused" if on_gpu() else "reference"
-        with flux(FluxConfig(backend=backend, strict=True)) if patched else nullcontext() as seen:
+        with flux(FluxConfig(backend="fused", strict=True)) if patched else nullcontext() as seen:
             batches = [text(), text()]
             for _ in range(STEPS):
                 for model in models:
@@ -117,7 +82,7 @@ def rank_train(patched: bool) -> dict[str, Any]:
                     data_iterator=batches,
                     model=models,
                     num_microbatches=MICRO_BATCHES,
-                    seq_length=sequence(),
+                    seq_length=SEQUENCE,
                     micro_batch_size=BATCH,
                     forward_only=False,
                 )
@@ -134,9 +99,8 @@ def ranks() -> Iterator[WorkerPool]:
         yield pool
 
 
-def require_the_same_training(pool: WorkerPool) -> None:
-    stock = pool.run(rank_train, False, timeout=TIMEOUT_S)
-    ours = pool.run(rank_train, True, timeout=TIMEOUT_S)
+def test_virtual_stages(ranks: WorkerPool) -> None:
+    stock, ours = (ranks.run(rank_train, patched, timeout=TIMEOUT_S) for patched in (False, True))
     for rank, (expected, found) in enumerate(zip(stock, ours, strict=True)):
         assert found["seen"]["fallbacks"] == {}, found
         # One layer in each of two stages, and the output layer on the last rank of the pipeline.
@@ -146,7 +110,3 @@ def require_the_same_training(pool: WorkerPool) -> None:
         assert bool(pairs) == (rank >= 2), "the last stage has the losses"
         for mine, theirs in (*pairs, *zip(found["norms"], expected["norms"], strict=True)):
             assert abs(mine - theirs) <= TOLERANCE * abs(theirs), (rank, mine, theirs)
-
-
-def test_virtual_stages(ranks: WorkerPool) -> None:
-    require_the_same_training(ranks)

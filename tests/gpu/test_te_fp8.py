@@ -8,7 +8,6 @@ ahead; checkpoints; peak memory. Only here: sums of tensor cores.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +22,9 @@ from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import NORMS, Sizes
 from tests.distributed.te_fp8_cases import GPU_SIZES, KINDS, RECIPES, fp8_case
 from tests.gpu.common import peak_memory
+from tests.gpu.conftest import NEEDS_TE
 
-pytestmark = [
-    pytest.mark.gpus(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
-    ),
-]
+pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
 
 EACH = [("norm column", "delayed"), ("column", "tensorwise"), ("row", "blockwise"), ("norm column", "blockwise")]
 """Every kind and every recipe; all pairs run in test_patched_equals_stock."""
@@ -66,10 +61,12 @@ def test_patched_equals_stock(nccl2: WorkerPool, kind: str, recipe: str, primary
         assert calls[f"all_gather_gemm/{backend}"] == calls[f"gemm_reduce_scatter/{backend}"] == 6
 
 
+@pytest.mark.parametrize("wgrad", [None, "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_multiplied_is_stocks_to_the_bit(nccl2: WorkerPool, kind: str, recipe: str) -> None:
-    nccl2.run(cases.rank_operands, kind, recipe)
+def test_what_is_multiplied_is_stocks_to_the_bit(nccl2: WorkerPool, kind: str, recipe: str, wgrad: str | None) -> None:
+    """By ``fused`` what wgrad multiplies is sent transposed."""
+    nccl2.run(cases.rank_operands, kind, recipe, wgrad)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -130,13 +127,6 @@ def test_a_dy_that_is_gathered_twice(ahead: bool) -> None:
     assert cases.rank_operands("row", recipe, "fused")["all_gather/fused"] == 2
     calls = cases.rank_fp8_case(fp8_case("row", sizes=GPU_SIZES), recipe, 3, False, "fused")
     assert calls["all_gather/fused"] == 6
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks("nccl2")
-def test_what_is_sent_transposed_is_stocks_to_the_bit(kind: str, recipe: str) -> None:
-    cases.rank_operands(kind, recipe, "fused")
 
 
 @pytest.mark.parametrize("backend", ["reference", "fused"])

@@ -1,7 +1,7 @@
 """megatron-core's layers over TransformerEngine on GPUs, patched against stock: the ranks' checks of tests/distributed.
 
 Covered there and here: forward, dx, the gradients of weight, bias and norm, main_grad over two micro-batches, norms to
-the bit, recompute, state dicts, reasons to run stock, unpatch(), whole models of both families (gated and not), DDP,
+the bit, recompute, state dicts, whole models of both families (gated and not), DDP,
 norm outputs that adapters read.
 Only here: peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
 """
@@ -121,33 +121,17 @@ def test_recompute(nccl2: WorkerPool, kind: str) -> None:
         assert sum(calls.values()) == 6
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "userbuffers (tp_comm_overlap)",
-        "fp8 (autocast)",
-        "ONNX export",
-    ],
-)
-def test_reasons(nccl2: WorkerPool, kind: str, reason: str) -> None:
-    layers.test_reasons.on(nccl2, kind=kind, reason=reason)
-
-
 OF_KINDS = [layers.test_state_dicts_load_both_ways, layers.test_no_more_is_saved_for_backward]
-ALONE = [
-    layers.test_unpatch_restores_the_identical_objects,
-    models.test_data_parallel_with_main_grad,
-]
 
 
-@pytest.mark.parametrize(
-    ("test", "given"),
-    [*((test, {"kind": kind}) for test in OF_KINDS for kind in CLASSES), *((test, {}) for test in ALONE)],
-    ids=lambda value: value.get("kind", "") if isinstance(value, dict) else value.__name__,
-)
-def test_as_on_cpus(nccl2: WorkerPool, test: Any, given: dict[str, str]) -> None:
-    test.on(nccl2, **given)
+@pytest.mark.parametrize("kind", list(CLASSES))
+@pytest.mark.parametrize("test", OF_KINDS, ids=lambda test: test.__name__)
+def test_as_on_cpus(nccl2: WorkerPool, test: Any, kind: str) -> None:
+    test.on(nccl2, kind=kind)
+
+
+def test_data_parallel_with_main_grad(nccl2: WorkerPool) -> None:
+    models.test_data_parallel_with_main_grad.on(nccl2)
 
 
 # Memory

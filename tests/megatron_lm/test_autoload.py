@@ -47,10 +47,7 @@ def test_a_script_without_megatron_training_is_switched_on(run_forked: Run, tmp_
     assert result.code == 0, result.err
     on, ran = (line for line in result.out.splitlines() if line.startswith("> megatron-flux"))
     assert re.fullmatch(r"> megatron-flux \S+ is on: megatron-core [\d.]+, \d+ methods replaced", on)
-    assert ran.startswith(
-        "> megatron-flux after the first optimizer step: layers that run flux: 0; calls: {}; stock: {"
-    )
-    assert "row: tp = 1" in ran
+    assert re.search("after the first optimizer step: layers that run flux: 0; .*row: tp = 1", ran)
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,8 @@ def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: "transformer_engine" in name or there(name, *of))
     asked = {"fp8": "blockwise", "transformer_impl": "transformer_engine"}
-    text = render.job_script(
-        job.resolve(Job.load("llama2-70b"), Profile.load("nvlink-h100"), "compare", asked), "a test"
-    )
-    assert "--fp8=blockwise" in text
+    text = rendered("nvlink-h100", name="llama2-70b", **asked)
+    assert text.count("--fp8=blockwise") >= 2
     (tune,) = [line for line in text.splitlines() if line.startswith("tune=(")]
     assert "--fp8=blockwise" in tune
     with pytest.raises(UserError, match=r"--fp8 blockwise needs compute capability 9.0, the A100 .* pcie-a100 has 8.0"):
@@ -161,19 +159,9 @@ def test_your_own_files_by_path(tmp_path: Path) -> None:
     assert "--seq-length=512 " in rendered(Profile.load(str(file)), seq_length="512")
 
 
-@pytest.mark.parametrize(
-    ("given", "limit"),
-    [
-        ("90", 90 * 60),
-        ("1:00:01", 3601),
-        ("2-3", 51 * 3600),
-        ("2-03:04", 51 * 3600 + 240),
-        ("1-00:00:05", 86405),
-        ("0", None),
-    ],
-)
-def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -> None:
-    assert seconds(given) == limit
+def test_durations_are_read_as_slurm_reads_them() -> None:
+    limits = {"90": 5400, "1:00:01": 3601, "2-3": 51 * 3600, "2-03:04": 51 * 3600 + 240, "1-00:00:05": 86405, "0": None}
+    assert {given: seconds(given) for given in limits} == limits
 
 
 @pytest.mark.parametrize(
@@ -181,16 +169,11 @@ def test_durations_are_read_as_slurm_reads_them(given: str, limit: int | None) -
     [
         (["--profile", "nvlink"], ["unknown profile 'nvlink'", "nvlink-h100", ".yaml"]),
         (["--profile", "nvlink-h100", "--job", "gpt5"], ["unknown job 'gpt5'", "gpt3-175b, llama2-70b"]),
-        (["--profile", "nvlink-h100", "--tp", "7"], ["tp 7"]),
         (["--profile", "nvlink-h100", "--nodes", "5"], ["40 process(es)", "tp 8 x pp 8"]),
-        (["--profile", "nvlink-h100", "--set", "steps=x"], ["steps 'x'", "valid integer"]),
         (["--profile", "nvlink-h100", "--set", "speed=3"], ["'speed'", "no option of a compare run", "steps"]),
         (["--profile", "nvlink-h100", "--set", "out=x"], ["out", "set by job or profile"]),
-        (["--profile", "nvlink-h100", "--set", "backend=magic"], ["unknown backend 'magic'"]),
         (["--profile", "nvlink-h100", "--partition", "a b"], ["--partition a b: ", "letters, digits"]),
-        (["--profile", "nvlink-h100", "--time", "soon"], ["--time soon: ", "minutes"]),
         (["--profile", "pcie-l20"], ["61 GiB", "--set num_layers"]),
-        (["--profile", "local", "--job", "tiny", "--time", "1"], ["time 1 ", "is 60 s", "60 s ahead", "--time 2"]),
         (["--profile", "nvlink-h100", "--time", "4:30"], ["time 4:30 ", "is 300 s", "300 s ahead", "--time 6"]),
     ],
 )

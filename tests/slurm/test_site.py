@@ -35,12 +35,19 @@ def steps(record: Path) -> list[list[str]]:
 def test_set_up_lines_run_in_order_and_what_they_export_reaches_every_step(
     stubs: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """Options of srun and sbatch, too, are where they belong."""
     lines = ['SITE_VARIABLE="set up"', "export SITE_VARIABLE", 'echo "$NOT_SET" > unbound', 'echo "two words" > said']
-    done = execute(script({**PLAIN, "setup": lines, "environment": {}}, WORK), stubs, tmp_path)
+    more = {"srun_options": ["--mpi=pmix", "--network=a b"], "sbatch_options": ["--mail-type=END,FAIL"]}
+    text = script({**PLAIN, **more, "setup": lines, "environment": {}}, WORK)
+    assert "#SBATCH --mail-type=END,FAIL\n" in text
+    done = execute(text, stubs, tmp_path)
     assert "left no account" in done.stderr, done.stderr
     assert (stubs[1] / "variable").read_text() == "set up"
     assert (tmp_path / "said").read_text() == "two words\n"
     assert (tmp_path / "unbound").exists(), "a site's commands run without set -u"
+    found = steps(stubs[1])
+    assert len(found) >= 3
+    assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
 
 
 @pytest.mark.parametrize("line", ["false", "no-such-command-here", "echo 'unbalanced", "source nowhere.sh"])
@@ -52,16 +59,6 @@ def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
     assert f"megatron-flux: error: a set-up line of the profile failed: {line}" in done.stderr
     assert not (tmp_path / "after").exists()
     assert not (stubs[1] / "srun").exists()
-
-
-def test_options_are_where_they_belong(stubs: tuple[Path, Path], tmp_path: Path) -> None:
-    more = {"srun_options": ["--mpi=pmix", "--network=a b"], "sbatch_options": ["--mail-type=END,FAIL"]}
-    text = script({**PLAIN, **more}, WORK)
-    assert "#SBATCH --mail-type=END,FAIL\n" in text
-    execute(text, stubs, tmp_path)
-    found = steps(stubs[1])
-    assert len(found) >= 3
-    assert all({"--mpi=pmix", "--network=a b"} <= set(words) for words in found)
 
 
 def test_one_container_for_all_steps_which_is_dropped_at_the_end(stubs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -191,7 +188,7 @@ def test_only_requeues_that_save_nothing_count(
 ) -> None:
     """Four requeues: none saved, or the second did; three in a row are allowed."""
     (stubs[0] / "scontrol").write_text("#!/bin/sh\necho 'JobId=7 Restarts=4 n01 NodeAddr=127.0.0.1'\n")
-    work = tmp_path / "runs" / "work-compare-7" / "rep-0"
+    work = tmp_path / "runs" / "tiny-compare-7" / "rep-0"
     for start in range(4):
         (work / "logs" / str(start)).mkdir(parents=True)
         (work / "logs" / str(start) / "saved").write_text(saved if start > 1 else "")

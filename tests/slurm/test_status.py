@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flux.errors import FluxError, UserError
+from megatron_flux.errors import UserError
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.run import folder
 from megatron_flux.slurm import queue, status
@@ -44,7 +44,8 @@ def repetition(tmp_path: Path) -> status.Repetition:
     return one
 
 
-def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status.Repetition) -> None:
+def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status.Repetition, tmp_path: Path) -> None:
+    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
     # The job has not said it yet: what the nodes' launchers left, by cause and order.
     failures = repetition.logs / "failures" / "train"
     (failures / "n00").write_text("1 0 rank 0 on n00 failed\n")
@@ -53,14 +54,6 @@ def test_the_cause_is_the_jobs_last_word_or_the_first_failure(repetition: status
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed by SIGKILL (exit code -9)"]
     (repetition.logs / "error").write_text("rank 1 on n01 was killed; logs in /x\n")
     assert status.cause(repetition) == ["cause: rank 1 on n01 was killed; logs in /x"]
-
-
-def test_without_a_word_the_last_line_of_the_log_is_shown(repetition: status.Repetition, tmp_path: Path) -> None:
-    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: {LAST}"]
-    (tmp_path / "tiny-flux-7.log").write_text("one\ntwo\n\n")
-    assert status.cause(repetition) == [f"last line of {tmp_path}/tiny-flux-7.log: two"]
-    (tmp_path / "tiny-flux-7.log").unlink()
-    assert status.cause(repetition) == [f"no cause is on record; see {repetition.logs}"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,10 @@ def test_states_as_the_accounting_has_them() -> None:
     assert queue.accounted_states("sacct: error: Unknown type ArrayJobId: 2\n") == {}
 
 
-def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
+def test_states_of_real_jobs(
+    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the controller has forgotten is asked of the accounting."""
     submit = ["sbatch", "--parsable", "--output=log"]
     jobs = [at_the_cluster.client(*submit, "--array=0-4%1", "--wrap", "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60")]
     jobs += [at_the_cluster.client(*submit, *words) for words in (["--wrap", "exit 3"], ["--hold", "--wrap", "true"])]
@@ -105,29 +101,12 @@ def test_states_of_real_jobs(at_the_cluster: Cluster) -> None:
     assert tasks.states == {"0": "COMPLETED", "2-4%1": "PENDING (JobArrayTaskLimit)"}
     assert list(tasks.active) == ["2-4%1"]
     assert "sacct" in queue.job_states("999999").source
-
-
-def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
-    executable(tmp_path / "bin" / "squeue", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-
-
-INVALID = "slurm_load_jobs error: Invalid job id specified"
-
-
-def test_what_the_controller_has_forgotten_is_asked_of_the_accounting(
-    at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    submit = ["sbatch", "--parsable", "--output=log", "--wrap"]
-    job = at_the_cluster.client(*submit, "exit 3").stdout.strip()
-    at_the_cluster.wait_for_job(job, ("FAILED",))
-    root = tmp_path / "runs" / f"tiny-flux-{job}"
+    root = tmp_path / "runs" / f"tiny-flux-{failed}"
     root.mkdir(parents=True)
-    assert slurm("status", root) == f"tiny-flux job {job}: FAILED\n"
-    forget(tmp_path, monkeypatch, INVALID)
+    assert slurm("status", root) == f"tiny-flux job {failed}: FAILED\n"
+    forget(tmp_path, monkeypatch, "slurm_load_jobs error: Invalid job id specified")
     # This cluster has no database, only a list of completed jobs, which sacct reads too.
-    assert slurm("status", root) == f"tiny-flux job {job}: FAILED (exit code 3) (by sacct)\n"
+    assert slurm("status", root) == f"tiny-flux job {failed}: FAILED (exit code 3) (by sacct)\n"
     unknown = tmp_path / "runs" / "tiny-flux-999999"
     unknown.mkdir()
     said = slurm("status", unknown)
@@ -136,13 +115,17 @@ def test_what_the_controller_has_forgotten_is_asked_of_the_accounting(
     assert len(said.splitlines()) == 1
 
 
+def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Replace squeue by one whose controller has forgotten the job; a real one remembers it for an hour here."""
+    executable(tmp_path / "bin" / "squeue", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
 def test_a_controller_that_does_not_answer_has_forgotten_nothing(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     forget(tmp_path, monkeypatch, said)
-    with pytest.raises(FluxError, match="Unable to contact"):
-        queue.job_states("7")
     root = tmp_path / "runs" / "tiny-flux-7"
     root.mkdir(parents=True)
     assert slurm("status", root) == f"tiny-flux job 7: state unknown: squeue: {said} (exit code 1)\n"
@@ -201,30 +184,17 @@ def test_what_repetitions_have_found(root: Path, monkeypatch: pytest.MonkeyPatch
     assert shown.endswith("speed-up of the 3 finished repetitions: median 1.250 (1.000…2.000)")
 
 
-def test_how_far_a_run_has_come(root: Path) -> None:
-    run = recorded(root, 3, 0.2, None)
-    with (run / "flux" / "metrics.jsonl").open("a") as record:
-        record.write('{"iteration": 99, "lm lo')  # being written
-    (found,) = status.repetitions(root)
-    assert found.files.last == {"baseline": 12, "flux": 12}
-    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
-
-
 def test_only_the_newest_records_of_a_long_run_are_read(root: Path) -> None:
-    run = recorded(root, 0, 0.2, None)
+    run = recorded(root, 3, 0.2, None)
     line = (run / "flux" / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
     many = [line.replace(b'"iteration": 12', b'"iteration": %d' % n) for n in range(13, 1013)]
-    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many]))
+    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many, b'{"iteration": 9999, "lm lo']))
     (found,) = status.repetitions(root)
+    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
     records = found.files.records["flux"]
     assert found.files.last == {"baseline": 12, "flux": 1012}
     assert 100 < len(records) < 1000
     assert [one["iteration"] for one in records] == list(range(1013 - len(records), 1013))
-
-
-def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder of a job"):
-        status.describe(tmp_path, 0.0)
 
 
 def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:

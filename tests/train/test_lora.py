@@ -56,29 +56,22 @@ def test_adapters_on_loaded_weights(command: Run, tmp_path: Path) -> None:
     assert losses(alone / "baseline") == pytest.approx(losses(both / "flux")[2:], rel=1e-5)
 
 
+BF16 = "--set=precision=bf16"
+
+
 @pytest.mark.parametrize(
     "words",
     [
         # At the adapters' rate a change of the last bit grows to 1.3 % of the norm in three steps, on some texts.
-        (
-            "--recompute=full",
-            "--no-sequence-parallel",
-            "--set=overlap_grad_reduce=true",
-            "--set=precision=bf16",
-            "--lr",
-            "0.002",
-        ),
+        ("--recompute=full", "--no-sequence-parallel", "--set=overlap_grad_reduce=true", BF16, "--lr=0.002"),
         ("--pp=2", "--num-layers=2", "--set=lora_targets=linear_qkv", "--set=distributed_optimizer=false"),
     ],
     ids=["dp-recompute-no-sp-bf16", "pp-qkv-alone-plain-adam"],
 )
 def test_layouts(command: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
-    sizes = ("--num-layers", "1", "--seq-length", "64", "--micro-batch-size", "1", "--global-batch-size", "4")
-    command(
-        "compare", "--nproc", "4", "--tp", "2", *sizes, *ADAPTERS, *words, "--steps", "3", "--out", tmp_path / "run"
-    )
+    sizes = (*SMALL, "--global-batch-size=4", "--nproc=4", "--tp=2", "--steps=3")
+    command("compare", *sizes, *ADAPTERS, *words, "--out", tmp_path / "run")
     found = summary(tmp_path / "run")
-    in_bf16 = "--set=precision=bf16" in words
-    assert found["max_relative_loss_difference"] <= (1e-3 if in_bf16 else 1e-5)
-    assert found["max_relative_grad_norm_difference"] <= (1e-2 if in_bf16 else 1e-4)
+    assert found["max_relative_loss_difference"] <= (1e-3 if BF16 in words else 1e-5)
+    assert found["max_relative_grad_norm_difference"] <= (1e-2 if BF16 in words else 1e-4)
     assert losses(tmp_path / "run" / "flux")[-1] < losses(tmp_path / "run" / "flux")[0]

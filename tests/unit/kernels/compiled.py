@@ -363,10 +363,10 @@ def main() -> dict[str, dict[str, Any]]:
         }
     for name, (op, given) in HOPPER.items():
         kernel = hopper(op, given)
-        ptx, gathers = kernel.asm["ptx"], op == "ag_gemm"
+        ptx = kernel.asm["ptx"]
         spilled, waits = assembled(ptx)
         found[name] = {
-            "missing": missing_fences(ptx, loads=gathers, stores=not gathers),
+            "missing": missing_fences(ptx, sums=op == "gemm_rs"),
             "shared": kernel.metadata.shared,
             "spilled": spilled,
             "waits": waits,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +24,6 @@ def compiled(signature: Any = SIGNATURE, sizes: tuple[int, ...] = SIZES, **more:
     return Compiled("kernel", b"", 99, 4, signature, (((64, 32), 3),), sizes, **more)
 
 
-def tiles(base: torch.Tensor) -> Any:
-    return SimpleNamespace(base=base, shape=base.shape, strides=base.stride())
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -43,16 +37,6 @@ def tiles(base: torch.Tensor) -> Any:
 def test_a_kernel_of_another_layout_is_left_to_triton(given: Compiled, why: str) -> None:
     with pytest.raises(UnknownLayoutError, match=why):
         Kernel(given)
-
-
-def test_a_launch_has_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "tensor_maps", lambda *about: lambda address: ctypes.c_char())
-    x = torch.zeros(8, 16, dtype=torch.bfloat16)
-    kernel = Kernel(compiled(), 7)
-    with pytest.raises(UnknownLayoutError, match="no operand z"):
-        Relaunch(kernel, 1, (x, tiles(x), 128, 3, 4, None, x), ("z",))
-    with pytest.raises(UnknownLayoutError, match="missing"):
-        Relaunch(kernel, 1, (x, tiles(x), 128, 3, 4), ("x",))
 
 
 def test_an_integer_that_is_a_constant_of_the_kernel_is_none_of_its_rows() -> None:

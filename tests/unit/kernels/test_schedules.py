@@ -49,16 +49,6 @@ def test_a_gather_does_every_tile_once_and_its_own_first(tp: int, own: int, npn:
         assert places == sorted(places)
 
 
-def test_spans_read_the_weight_less_often() -> None:
-    """The first tiles of a span go through its shards before they come to another column."""
-    tiles = gathered_tiles(0, 8, 8, 24, 16, 2)[2 * 8 * 24 :]
-    assert [(src, rb, pn) for src, rb, pn in tiles[:17]] == [
-        *((2, rb, 0) for rb in range(8)),
-        *((3, rb, 0) for rb in range(8)),
-        (2, 0, 1),
-    ]
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize(("nrb", "npn"), [(1, 1), (8, 48), (7, 5), (16, 3)])
 def test_a_scatter_does_every_tile_once(tp: int, nrb: int, npn: int) -> None:

@@ -528,7 +528,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/plain.py",
         "acc += tl.load(addend + at,",
         "acc += 0 * tl.load(addend + at,",
-        ("tests/distributed/test_addend.py::test_sums_of_both",),
+        ("tests/distributed/test_ops.py::test_exact",),
     ),
     # Adapters that run as one function.
     Fault(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import group_state
+from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.group_state import ALL_REDUCE, NOT_READY, state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops.all_reduce_config import AllReduceConfig, candidates
@@ -160,21 +161,29 @@ def test_graphs_may_be_replayed_in_any_order(config: AllReduceConfig) -> None:
     group_state.drop_slabs()
 
 
-@pytest.mark.parametrize("config", [CONFIGS["one shot"], CONFIGS["tiles"]])
+@pytest.mark.parametrize("config", [None, CONFIGS["one shot"], CONFIGS["tiles"]])
 @on_ranks("world2")
-def test_timeout_names_operator_rank_peer_block_and_epoch(config: AllReduceConfig) -> None:
+def test_timeout_names_operator_rank_peer_part_and_epoch(config: AllReduceConfig | None) -> None:
+    """Of a reduce-scatter where there is no ``config``."""
+    before, group = watch.timeouts(), dist.group.WORLD
+    operator, part = ("gemm_all_reduce", "block") if config else ("gemm_reduce_scatter", "tile ")
     group_state.drop_slabs()
     with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="1"):
-        backend = twin()
-        compare(config, 4, 128, 16, torch.float16, False, backend)
-        if dist.get_rank() == 0:
-            x, w = integers(4, 16, torch.float16), integers(128, 16, torch.float16)
+        x, w = integers(32, 16, torch.float16), integers(128, 16, torch.float16)
+        call, backend = OperatorCall(operator, x, w, group), twin(KernelConfig(bm=16, bn=32, bk=16))
+        how: dict[str, Any] = {"config": config} if config else {}
+        call.run(backend, **how)
+        if group.rank() == 0:
             with pytest.raises(OperatorError) as caught, mock.patch("time.sleep", wraps=time.sleep) as sleep:
-                run(backend, x, w, config)
-            for part in ("rank 0", "gemm_all_reduce", "peer rank 1", "block", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
-                assert part in str(caught.value)
+                call.run(backend, **how).wait()
+            for words in ("rank 0", operator, "peer rank 1", part, "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
+                assert words in str(caught.value)
             slept = sum(call.args[0] for call in sleep.call_args_list)
             assert 0 < slept < 1.1, "who waits leaves the core to others, and once it has given up waits no more"
+            assert watch.timeouts() == before + 1
+            for work in state_of(group).slabs.values():
+                work.alarm.message()
+            assert watch.timeouts() == before + 1, "said again, counted once"
         dist.barrier()
     group_state.drop_slabs()
 
@@ -207,27 +216,19 @@ def test_the_operator() -> None:
     assert not ops.gemm_all_reduce(x, weight).requires_grad
 
 
-def test_few_bytes_of_many_rows_may_go_in_one_shot() -> None:
-    """An adapter's all-reduces: latency is all that they cost."""
-    shots = {
-        n: [config.shots for config in candidates(4096, n, 4096, 2, 2) if not config.tiles] for n in (16, 128, 4096)
-    }
-    assert shots == {16: [2, 1], 128: [2, 1], 4096: []}
-
-
-@pytest.mark.parametrize("m", [1, 2, 7, 64, 65, 512, 1000, 8192])
+@pytest.mark.parametrize("m", [1, 7, 65, 1000, 8192])
 def test_candidates_can_run(m: int) -> None:
     """Their slots lie within what they ask of a slab, with room for every rank; labels tell them apart."""
-    for tp, n in itertools.product((2, 4, 8), (1, 77, 8192)):
+    for tp, n in itertools.product((2, 8), (1, 77, 8192)):
         found = candidates(m, n, 1024, tp, 2)
         assert len({config.label() for config in found}) == len(found) > 0
         for config in found:
             if config.tiles is not None:
                 assert m >= 128
-            elif not config.own_gemm:
+            elif config.own_gemm:
+                assert config.nbytes(m, n, tp, 2) >= tp * m * n * 2
+            else:
                 stride = config.stride(m * n, 0, tp)
                 assert config.nbytes(m, n, tp, 2) == config.shots * tp * stride * 2
                 assert stride >= (m * n if config.shots == 1 else m * n / tp)
                 assert config.shots == 1 or m * n > stride * (tp - 1), "the last rank owns nothing"
-            else:
-                assert config.nbytes(m, n, tp, 2) >= tp * m * n * 2

@@ -15,8 +15,8 @@ from megatron_flux.ops import call as calls
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed import test_chunked
 from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.test_ops import use
 from tests.distributed.twins import NEEDS_TRITON, TINY, twin
 
 pytestmark = NEEDS_TRITON
@@ -28,7 +28,7 @@ def backend(way: str) -> Any:
     drop_slabs()
     if way == "fused":
         return twin(KernelConfig(**TINY))
-    test_chunked.use(way, dist.group.WORLD)
+    use(way, dist.group.WORLD)
     return get_backend("chunked")
 
 

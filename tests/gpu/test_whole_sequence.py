@@ -1,7 +1,6 @@
 """A GPTModel without sequence parallelism on two GPUs, in inference: stock's logits, by fused kernels, in a CUDA graph.
 
-The layers by themselves, trained too, are in test_layers_nccl.py and test_te_layers.py. Run on CPUs by
-tests/distributed/test_gpu_programs.py, without the graph.
+The layers by themselves, trained too, are in test_layers_nccl.py and test_te_layers.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
     assert ran == [(work.model, work.delay_wgrad, name) for work in WORKLOADS for name in VARIANTS]
     zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
     for row in summary["rows"]:
-        assert row["experts"] == 8
         agreement, shared = row["agreement"], row["model"] == "shared"
         if row["arm"] == "te_again":
             assert agreement == {"with": "te", **zero, "ok": True}
@@ -54,7 +53,6 @@ def test_variants_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
         if row["arm"] in ("flux_te", "no_communication"):
             backend = "reference" if row["arm"] == "flux_te" else "no_communication"
             assert row["flux_layers"] == (8 if shared else 4)
-            assert row["flux_fallbacks"].keys() <= {"operators: reference: no GPU"}
             calls = {"all_gather": 4 if shared else 2}
             calls |= dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"), row["flux_layers"])
             assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}

@@ -54,18 +54,6 @@ def test_layers_of_transformer_engine(te_world2: WorkerPool, tmp_path: Path) -> 
         assert rows[name]["speedup_vs_te"] > 0
 
 
-def run_with_mixed_rows(tp: int, out: Path) -> dict[str, Any]:
-    from megatron_flux.train import fsdp
-
-    with mock.patch.object(fsdp, "halves_of", return_value=1):
-        return run(tp, out, workloads=(WORK,), variants=("local", "fsdp"))
-
-
-def test_weights_put_together_wrongly_are_seen(world2: WorkerPool, tmp_path: Path) -> None:
-    _, row = world2.run(run_with_mixed_rows, 2, tmp_path)[0]["rows"]
-    assert not row["agreement"]["ok"]
-
-
 def test_sequences_that_cannot_be_divided(world2: WorkerPool, tmp_path: Path) -> None:
     work = WORK.model_copy(update={"micro_batch": 3, "layers": 1})
     whole = WORK.model_copy(update={"layers": 1})

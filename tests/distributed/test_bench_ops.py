@@ -135,8 +135,7 @@ def bench(
 def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: Path) -> None:
     (summary, said), (other, silent) = world2.run(bench, tmp_path, [*CASES, DECODE])
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
-    assert (other["rows"], silent) == (summary["rows"], [])
-    assert {"device", "tp", "link", "versions", "environment", "rows"} <= set(summary)
+    assert (other["rows"], silent, len(said)) == (summary["rows"], [], 6)
     assert (summary["tp"], summary["link"]) == (2, "nvlink")
     for row in summary["rows"]:
         assert set(row) >= ROW_KEYS
@@ -148,11 +147,6 @@ def test_rows_have_the_names_that_others_rely_on(world2: WorkerPool, tmp_path: P
         assert set(row["differences"]) == variants - {"serial"}
         assert max(row["differences"].values()) < 1e-2
     assert [row["tuned_choice"] for row in summary["rows"]] == ["fused default", *["reference"] * 4]
-    assert len(said) == 6
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
-    assert [line["arm"] for line in lines if line["layer"] == "fc1"][:5] == [
-        "gemm", "nccl", "serial", "fused", "tuned",
-    ]  # fmt: skip
     tables.show_ops(summary)
 
 
@@ -205,15 +199,6 @@ def test_fp8_calls(case: Case, fp8: Any) -> None:
         runs["nccl"]()
 
 
-def test_bytes_of_a_gather() -> None:
-    gather, scatter = FP8_CASES[:2]
-    assert gather.bytes_received(2) == 128 * 384 * 2
-    assert replace(gather, fp8="current").bytes_received(2) == 128 * 384
-    assert replace(gather, fp8="blockwise").bytes_received(2) == 128 * (384 + 3 * 4)
-    assert replace(scatter, fp8="blockwise").bytes_received(2) == scatter.bytes_received(2) == 128 * 256 * 2
-    assert DECODE.bytes_received(4) == 3 * 3 * 4 * 2
-
-
 def fill(
     cache: Path, cases: list[Case], kind: str = "nvlink", **more: Any
 ) -> tuple[list[tuple[Case, str, str]], list[str], int]:
@@ -237,24 +222,10 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     assert said[0].endswith("fused default 1.000 ms, reference 2.000 ms")
     assert [line.endswith("(cached)") for line in said] == [False] * 4 + [True]
 
-    cache.write_text(json.dumps({key: entry for key, entry in stored.items() if key != done[1][1]}))
-    (_, said, measured), _ = world2.run(fill, cache, cases)
-    assert measured == 1
-    assert [line.endswith("(cached)") for line in said] == [True, False, True, True, True]
-    assert set(json.loads(cache.read_text())) == set(stored)
-
     stale = {"backend": "reference", "plan": None, "ms": {"reference": 9.0}}
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
     assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4, "forced, all again"
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
-
-
-def test_tuning_calls_on_fp8_operands(world2: WorkerPool, tmp_path: Path) -> None:
-    cases = [replace(case, fp8=fp8) for case in FP8_CASES[:2] for fp8 in ("delayed", "current", "blockwise")]
-    (done, said, measured), _ = world2.run(fill, tmp_path / "tuned.json", cases)
-    assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
-    assert measured == 4, "delayed and current make the same calls"
-    assert "forward FP8 blockwise m=256" in said[2]
 
 
 def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:

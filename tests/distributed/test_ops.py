@@ -147,7 +147,7 @@ def random_calls(name: str, way: str, count: int) -> None:
 
 @pytest.mark.parametrize(("name", "way"), BACKENDS)
 def test_exact(world: WorkerPool, name: str, way: str) -> None:
-    world.run(random_calls, name, way, 2 if name == "twin" and world.size > 2 else 6)
+    world.run(random_calls, name, way, {2: 4, 4: 1}[world.size] if name == "twin" else 6)
 
 
 @pytest.mark.parametrize("way", WAYS)

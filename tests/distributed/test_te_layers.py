@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_flux import FallbackError
 from megatron_flux.patch.megatron_core import inference_classes
-from tests.distributed import te_stand_in
+from tests.distributed import te_fp8_cases, te_stand_in
 from tests.distributed.data import saved_bytes
 from tests.distributed.megatron_world import flux
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -119,28 +119,40 @@ def test_what_was_in_main_grad(kind: str, cached: bool, overwrite: bool, kept: b
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "input_grad"),
+    ("kind", "names", "input_grad", "recipe"),
     [
-        ("norm column", ("weight",), True),
-        ("norm column", ("layer_norm_weight", "layer_norm_bias"), True),
-        ("norm column", ("layer_norm_bias",), False),
-        ("norm column", ("weight",), False),
-        ("norm column", (), False),
-        ("column", ("weight",), True),
-        ("column", (), False),
-        ("row", ("weight",), True),
-        ("row", (), False),
+        ("norm column", ("weight",), True, None),
+        ("norm column", ("layer_norm_bias",), False, None),
+        ("norm column", (), False, None),
+        ("column", ("weight",), True, None),
+        ("column", (), False, None),
+        ("row", ("weight",), True, None),
+        ("row", (), False, None),
+        *(
+            pytest.param(*how, marks=te_fp8_cases.needed)
+            for how in (
+                ("norm column", ("layer_norm_weight", "layer_norm_bias"), True, "delayed"),
+                ("norm column", (), False, "tensorwise"),
+                ("column", (), False, "blockwise"),
+                ("row", (), False, "delayed"),
+            )
+        ),
     ],
 )
 @on_ranks("te_world2")
-def test_frozen_parameters(kind: str, names: tuple[str, ...], input_grad: bool) -> None:
-    case = Case(kind, skip_bias_add=True, micro_batches=1)
-    with te_megatron(dist.get_world_size()):
-        stock = run_frozen(case, build(case), names, input_grad)
-        with flux(STRICT):
-            layer = build(case)
-            require_same(case, stock, run_frozen(case, layer, names, input_grad))
-        assert all(getattr(layer, name).grad is None for name in names)
+def test_frozen_parameters(kind: str, names: tuple[str, ...], input_grad: bool, recipe: str | None) -> None:
+    """Of a frozen weight in FP8: test_frozen.py."""
+    case = te_fp8_cases.fp8_case(kind, fusion=False, skip_bias_add=True) if recipe else Case(kind, skip_bias_add=True)
+
+    def work() -> dict[str, torch.Tensor]:
+        how = te_fp8_cases.autocast(te_fp8_cases.recipe_of(recipe)) if recipe else None
+        return run_frozen(case, build(case), names, input_grad, how)
+
+    stock, ours, _ = te_fp8_cases.both(work, te_fp8_cases.FP8 if recipe else STRICT)
+    assert ours.keys() == stock.keys()
+    for name, expected in stock.items():
+        close = {"rtol": 2**-7, "atol": 2**-5} if recipe else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(ours[name], expected, **close)
 
 
 @pytest.mark.parametrize("kind", list(CLASSES))

@@ -107,36 +107,6 @@ def test_a_peer_that_ends_while_a_workspace_is_made(tmp_path: Path) -> None:
 
 
 @on_ranks("world2")
-def test_several_that_have_begun_end_in_any_order_and_leave_little() -> None:
-    """Nothing goes that a slower peer has yet to read."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-
-    def begun(*numbers: int) -> list[Any]:
-        return [agreement.begin((number, rank), group, f"number {number}") for number in numbers]
-
-    def both(number: int) -> list[tuple[int, int]]:
-        return [(number, 0), (number, 1)]
-
-    for number in range(4):
-        first, second = begun(number, number + 100)
-        if rank == number % 2:
-            time.sleep(0.1)  # the other one has ended both by then
-        ends = (second, first) if number < 2 else (first, second)
-        assert [end()[0][0] for end in ends] == ([number + 100, number] if number < 2 else [number, number + 100])
-    (never_ended,) = begun(200)
-    agreement.of_all_ranks(None, group)
-    dist.barrier()
-    there = store.num_keys()
-    dist.barrier()
-    for number in range(20):
-        assert agreement.of_all_ranks((number, rank), group) == both(number)
-    dist.barrier()
-    assert store.num_keys() <= there
-    assert never_ended() == both(200)
-
-
-@on_ranks("world2")
 def test_one_that_has_begun_and_meets_another_is_an_error_where_it_ends() -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
     if dist.get_rank() == 0:

@@ -190,30 +190,21 @@ def test_timeout_names_operator_rank_peer_part_and_epoch(config: AllReduceConfig
 
 @on_ranks("world")
 def test_the_operator() -> None:
-    """The public operator: leading dimensions, bias, asynchronous, every backend that runs here, and its counts."""
+    """Leading dimensions, bias, asynchronous; what is counted."""
     tp = dist.get_world_size()
     x, w, b = integers(6, 16, torch.float32).view(3, 2, 16), integers(10, 16, torch.float32), torch.arange(10.0)
     want = summed(x @ w.t())
     ops.stats.reset()
-    for backend in ("auto", "reference", "chunked"):
+    for backend in ("auto", "chunked"):
         assert torch.equal(ops.gemm_all_reduce(x, w, bias=b, backend=backend), want + b)
-        assert torch.equal(ops.gemm_all_reduce(x, w.t().contiguous(), transposed=True, backend=backend), want)
-        pending = ops.gemm_all_reduce(x, w, async_op=True, backend=backend)
+        pending = ops.gemm_all_reduce(x, w.t().contiguous(), transposed=True, async_op=True, backend=backend)
         assert torch.equal(pending.wait(), want)
-    assert ops.stats.calls == {("gemm_all_reduce", "reference"): 9}
-    assert ops.stats.bytes_received == 9 * 2 * (tp - 1) * 6 * 10 * 4 // tp
-    assert ops.stats.degraded["reference instead of chunked: it has no gemm_all_reduce"] == 3
-    empty = ops.gemm_all_reduce(x[:0], w)
-    assert empty.shape == (0, 2, 10)
-    for words, call in {
-        "async_op": lambda: ops.gemm_all_reduce(x, w, bias=b, async_op=True),
-        "must be k = 16": lambda: ops.gemm_all_reduce(x[..., :5], w),
-        r"bias must be \[10\]": lambda: ops.gemm_all_reduce(x, w, bias=b[:3]),
-    }.items():
-        with pytest.raises(UserError, match=words):
-            call()
-    weight = w.clone().requires_grad_()
-    assert not ops.gemm_all_reduce(x, weight).requires_grad
+    assert ops.stats.calls == {("gemm_all_reduce", "reference"): 4}
+    assert ops.stats.bytes_received == 4 * 2 * (tp - 1) * 6 * 10 * 4 // tp
+    assert ops.stats.degraded["reference instead of chunked: it has no gemm_all_reduce"] == 2
+    assert ops.gemm_all_reduce(x[:0], w).shape == (0, 2, 10)
+    with pytest.raises(UserError, match="async_op"):
+        ops.gemm_all_reduce(x, w, bias=b, async_op=True)
 
 
 @pytest.mark.parametrize("m", [1, 7, 65, 1000, 8192])

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import wrapt
 
 from megatron_flux import report
 from megatron_flux.patch.originals import CALLED, _places
@@ -85,46 +84,12 @@ def every_place(kind: str, ways: list[Callable[[], list[torch.Tensor]]]) -> None
     assert seen.fallbacks == {}
 
 
-def _method(kind: str) -> str:
-    return "_forward_impl" if kind == "column" else "forward"
-
-
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_every_place(kind: str) -> None:
     with megatron(tp=2):
         choices = [(frozen, whole) for frozen in (False, True) for whole in (False, True)]
         every_place(kind, [functools.partial(run, kind, *choice) for choice in choices])
-
-
-@pytest.mark.parametrize(("kind", "how"), [("column", "with wraps"), ("row", "without"), ("row", "wrapt")])
-@on_ranks("world2")
-def test_a_method_that_was_wrapped_before(kind: str, how: str) -> None:
-    """A method of a class, wrapped before ``patch()`` and unwrapped after ``unpatch()``."""
-    calls = []
-    with megatron(tp=2):
-        layer = make(kind, model_config())
-        owner, name = type(layer), _method(kind)
-        stock = vars(owner)[name]
-
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return stock(self, *args, **kwargs)
-
-        def proxy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            calls.append(name)
-            return wrapped(*args, **kwargs)
-
-        put: Any = wrapt.FunctionWrapper(stock, proxy) if how == "wrapt" else wrapper
-        if how == "with wraps":
-            put = functools.wraps(stock)(wrapper)
-        with mock.patch.object(owner, name, put):
-            with flux() as seen:
-                run(kind, layer=layer)
-            assert vars(owner)[name] is put
-        theirs = (proxy if how == "wrapt" else wrapper).__code__.co_qualname
-        assert seen.fallbacks == {f"{kind}: {owner.__name__}.{name} replaced by {HERE}.{theirs}": 1}
-        assert calls == [name]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

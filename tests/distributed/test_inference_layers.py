@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron_flux import ops
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.layers import column_parallel_linear, keep, row_parallel_linear
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed.data import TOLERANCE, normals, require_close
+from tests.distributed.data import normals
 from tests.distributed.megatron_world import on_gpu
 from tests.distributed.pool import on_ranks
 from tests.distributed.twins import NEEDS_TRITON, TINY, registered
@@ -20,59 +19,22 @@ from tests.distributed.twins import NEEDS_TRITON, TINY, registered
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 
 
-S_PER_RANK, B, K, N = 3, 2, 8, 6
-EPS = 1e-5
-
-
-class LayerNorm:
-    """Torch's own kernel; no test runs its backward."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        assert x.is_contiguous()
-        y, mean, reciprocal_deviation = torch.ops.aten.native_layer_norm(x, [K], weight, bias, EPS)
-        return y, mean, reciprocal_deviation
-
-
-def operands() -> dict[str, torch.Tensor]:
-    rank = dist.get_rank()
-    made = {
-        "x": normals(S_PER_RANK, B, K, seed=1 + rank),
-        "norm_weight": 1 + 0.3 * normals(K, seed=2),
-        "norm_bias": normals(K, seed=3),
-        "weight": normals(N, K, seed=40 + rank),
-        "bias": normals(N, seed=50 + rank),
-    }
-    return {name: t.requires_grad_() for name, t in made.items()}
-
-
-@on_ranks("world2")
-def test_an_input_that_is_not_contiguous() -> None:
-    o = operands()
-    o["x"] = normals(S_PER_RANK, B, 2 * K, seed=9)[:, :, :K].requires_grad_()
-    assert not o["x"].is_contiguous()
-    normed = F.layer_norm(o["x"], [K], o["norm_weight"], o["norm_bias"], EPS)
-    expected = column_parallel_linear(normed, o["weight"], o["bias"], dist.group.WORLD)
-    norm = LayerNorm(), o["norm_weight"], o["norm_bias"]
-    ours = column_parallel_linear(o["x"], o["weight"], o["bias"], dist.group.WORLD, norm=norm)
-    require_close("y", ours.detach(), expected.detach(), TOLERANCE)
-
-
 class Layers:
-    """A norm with a column layer, a column layer and a row layer, with the group's gathered inputs kept."""
+    """Two column layers and a row layer, with the group's gathered inputs kept."""
 
     def __init__(self) -> None:
-        self.group = dist.group.WORLD
-        self.o: dict[str, Any] = operands()
-        self.other = normals(8, 6, seed=70).requires_grad_()
-        self.row = normals(5, 8, seed=80 + dist.get_rank()).requires_grad_()
+        self.group, rank = dist.group.WORLD, dist.get_rank()
+        shapes = {"x": (3, 2, 8), "first": (6, 8), "second": (8, 6), "row": (5, 8)}
+        self.o = {
+            name: normals(*of, seed=10 * i + rank).requires_grad_() for i, (name, of) in enumerate(shapes.items())
+        }
 
     def forward(self) -> list[torch.Tensor]:
         o, how = self.o, {"backend": "reference", "keep_gathered": True}
-        norm = LayerNorm(), o["norm_weight"], o["norm_bias"]
-        first = column_parallel_linear(o["x"], o["weight"], o["bias"], self.group, norm=norm, **how)
+        first = column_parallel_linear(o["x"], o["first"], None, self.group, **how)
         own = first.chunk(dist.get_world_size())[dist.get_rank()]
-        second = column_parallel_linear(own.tanh(), self.other, None, self.group, **how)
-        return [first, second, row_parallel_linear(second.tanh(), self.row, self.group, backend="reference")]
+        second = column_parallel_linear(own.tanh(), o["second"], None, self.group, **how)
+        return [first, second, row_parallel_linear(second.tanh(), o["row"], self.group, backend="reference")]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -89,11 +51,8 @@ def test_the_operator_alone(mode: str) -> None:
     ops.stats.reset()
     with MODES[mode]():
         found = layers.forward()
-    assert (
-        dict(ops.stats.calls)
-        == forward
-        == {("all_gather_gemm", "reference"): 2, ("gemm_reduce_scatter", "reference"): 1}
-    )
+    assert dict(ops.stats.calls) == forward
+    assert forward == {("all_gather_gemm", "reference"): 2, ("gemm_reduce_scatter", "reference"): 1}
     assert keep.report()["total"] == total
     assert ops.all_gathers_begun(layers.group) == gathers
     assert state_of(layers.group).column is None

@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import drop_slabs
 from megatron_flux.comm.links import Link
 from megatron_flux.ops.backend import BackendPlan, Plan
-from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
@@ -28,7 +26,7 @@ from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.keys import key_of
 from tests.distributed.pool import RankError, WorkerPool, on_ranks
-from tests.distributed.twins import NEEDS_TRITON, turns_take
+from tests.distributed.twins import turns_take
 
 SHAPE = (8, 6, 4)
 PLANS = (KernelConfig(), KernelConfig(reducers=7))
@@ -140,25 +138,6 @@ def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(tmp_path: Path) -> None
     assert [key.split("4 e4m3fn")[1].split("[n,k]")[0].strip() for key in entries] == [
         "x e4m3fn by tensor, to bfloat16", "x e4m3fn by tensor, split, to bfloat16", "x e4m3fn by blocks, to bfloat16",
     ]  # fmt: skip
-
-
-@NEEDS_TRITON
-@on_ranks("world2")
-def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(tmp_path: Path) -> None:
-    """Operators as keys have them, and whether a candidate has the own GEMM, which takes no FP8."""
-    group, (m, n, k) = dist.group.WORLD, SHAPE
-    pair = Fp8Pair(quantized(torch.ones(m, k), "tensor"), quantized(torch.ones(n, k), "tensor"))
-    call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
-    with without_gpus(tmp_path / "tuned.json"):
-        tuned = TunedBackend(Backends(ReferenceBackend(), FusedBackend("twin", twin=True)))
-        for beside in (False, True):
-            assert train(tuned, call._replace(async_op=beside)).eq(2 * k).all()
-        assert [key.split(" m=")[0] for key in tuned.tuner.decisions(group).entries] == [
-            "gemm_all_reduce", "gemm_all_reduce beside wgrad",
-        ]  # fmt: skip
-        assert len(trials(tuned)) == 2
-        assert not any("own_gemm" in entry.label for one in trials(tuned) for entry in one.entries)
-        drop_slabs()
 
 
 def key_of_the_call() -> str:

@@ -126,27 +126,6 @@ def test_nothing_of_the_groups_memory_is_kept(te_world2: WorkerPool, kind: str, 
         assert calls.get("all_gather/twin", 0) == (0 if kind == "row" else 3)
 
 
-@NEEDS_TRITON
-@pytest.mark.parametrize("kind", ["column", "row"])
-@on_ranks("te_world2")
-def test_an_input_without_gradient(kind: str) -> None:
-    """A row-parallel layer whose dgrad nobody wants gathers for wgrad alone."""
-    case = delayed(kind, 0, dtype=torch.bfloat16)
-
-    def run() -> torch.Tensor:
-        layer = build(case)
-        for i in range(case.micro_batches):
-            y, _ = layer(input_of(case, 7 + i))
-            y.backward(gradient_of(y, 70 + i))
-        layer.backward_dw()
-        return layer.weight.grad
-
-    with te_megatron(dist.get_world_size()), registered(PLANS["halves of tiles"]):
-        stock = run()
-        with flux(FluxConfig(strict=True, backend="twin")):
-            assert torch.equal(run(), stock)
-
-
 def rank_fp8(case: Case, recipe: str, backend: str) -> dict[str, int]:
     with registered(KernelConfig(bm=32, bn=64)):  # the interpreter takes as long for a small tile
         config = FluxConfig(strict=True, backend=backend, fp8=True)

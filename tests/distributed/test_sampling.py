@@ -125,7 +125,4 @@ def test_memory_that_one_rank_lacks_is_said_on_all() -> None:
         with sampler.step(1):
             step()
         values = sampler.result()
-        assert {row["source"] for row in values["flux/calls"]} == {
-            "not measured: no memory for the operands on some rank"
-        }
-        assert set(values["flux/e_overlap"].values()) == {None}
+    assert {row["source"] for row in values["flux/calls"]} == {"not measured: no memory for the operands on some rank"}

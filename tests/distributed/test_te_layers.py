@@ -243,19 +243,17 @@ REASONS: dict[str, Callable[[Any], Any]] = {
     "ONNX export": _patched("pytorch.export", "_IN_ONNX_EXPORT_MODE", True),
     "TransformerEngine's debug tools": _patched("debug.pytorch.debug_state", "TEDebugState.debug_enabled", True),
 }
-ONLY = {"torch's symmetric all-reduce": "row"}
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(ONLY.get(reason, "column"), reason) for reason in REASONS])
+@pytest.mark.parametrize(("kind", "reason"), [("row" if "all-reduce" in name else "column", name) for name in REASONS])
 @on_ranks("te_world2")
 def test_reasons(kind: str, reason: str) -> None:
     case = Case(kind)
     with te_megatron(dist.get_world_size()):
         layer = build(case)
-        x = input_of(case, 7)
         with REASONS[reason](layer), flux(replace(STRICT, fp8=False)) as seen:
             with pytest.raises(FallbackError, match=f"TE {kind} layer") as error:
-                layer(x)
+                layer(input_of(case, 7))
             assert reason in str(error.value)
         assert (seen.active_layers, seen.calls) == (0, {})
 

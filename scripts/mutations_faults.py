@@ -36,7 +36,7 @@ RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
 RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_boxes.py"
+TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_agreement.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
 _PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
@@ -476,16 +476,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fused.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
-        (
-            "tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",
-        ),
+        (f"{LATE}::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",),
     ),
     Fault(
         "tiles of a CTA that finds no SM stay",
         "megatron_flux/kernels/plain.py",
         "        share = _left(ctrl + 2, gemm_ctas, epoch)",
         "        share = gemm_ctas",
-        ("tests/distributed/test_start_together.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
+        ("tests/distributed/test_late_ranks.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
     ),
     Fault(
         "stock layers do not end a prefetch",
@@ -582,7 +580,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/layers/linears.py",
         "        need_dw = need_dw and not deferred\n",
         "",
-        ("tests/distributed/test_deferred_wgrad.py::test_dy_is_left_for_megatron",),
+        ("tests/distributed/test_stock_layers.py::test_dy_is_left_for_megatron",),
     ),
     Fault(
         "an early gather for a delayed wgrad is made again",
@@ -596,7 +594,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/layers/precision.py",
         "x if weight.requires_grad else None, weight)",
         "x, weight)",
-        ("tests/distributed/test_frozen.py::test_no_input_is_saved",),
+        ("tests/distributed/test_te_fp8.py::test_no_input_is_saved",),
     ),
     # Epochs, flags and workspaces.
     Fault(

@@ -1,8 +1,10 @@
-"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py)."""
+"""``bench layer`` over TransformerEngine's own Python (te_stand_in.py): in FP8, with experts, and with adapters."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -11,11 +13,14 @@ from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
 from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.presets import PRESETS
+from megatron_flux.train.options import LORA_TARGETS
+from megatron_flux.train.presets import EXPERTS, PRESETS
 from tests.distributed import te_stand_in
+from tests.distributed.megatron_world import splits_on_the_host
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_fp8_cases import fp8_megatron
 from tests.distributed.test_bench_layer import COLLECTIVES, few_steps, sent_by_the_bound
+from tests.distributed.test_bench_layer import run as run_local
 
 pytestmark = te_stand_in.needed
 
@@ -123,3 +128,122 @@ def test_the_bound_communicates_nothing(tmp_path: Path, recipe: str) -> None:
     assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {"no_communication"}
     assert row["flux_calls_per_step"]["all_gather/no_communication"] == 2 * (4 if recipe == "blockwise" else 1)
     assert row["flux_layers"] == 4
+
+
+EXPERT_VARIANTS = ("te", "te_again", "flux_te", "no_communication")
+EXPERT_SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 32,
+    "kv_channels": 32,
+}
+EXPERT_SIZES |= {"num_moe_experts": 8, "moe_router_topk": 2}
+SMALL_EXPERTS = {
+    "experts": EXPERTS["qwen3-30b-a3b"].shape.model_copy(update=EXPERT_SIZES),
+    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(
+        update=EXPERT_SIZES | {"moe_shared_expert_intermediate_size": 96}
+    ),
+}
+OF_EXPERTS = tuple(
+    Workload(model=model, seq=32, micro_batch=2, layers=2, delay_wgrad=delayed)
+    for model, delayed in (("experts", True), ("shared", False))
+)
+
+
+def run_experts(out: Path) -> Any:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
+
+    presets = {name: EXPERTS["mixtral-8x7b"]._replace(shape=shape) for name, shape in SMALL_EXPERTS.items()}
+    layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    with (
+        mock.patch.dict(EXPERTS, presets),
+        mock.patch.object(AllToAll, "_maybe_dtoh_and_synchronize", splits_on_the_host),
+    ):
+        return run(out, "", (), EXPERT_VARIANTS, layout=layout, workloads=OF_EXPERTS)
+
+
+def test_variants_with_experts_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
+    summary = te_world2.run(run_experts, tmp_path)[0]
+    assert summary["skipped"] == []
+    ran = [(row["model"], row["delay_wgrad"], row["arm"]) for row in summary["rows"]]
+    assert ran == [(work.model, work.delay_wgrad, name) for work in OF_EXPERTS for name in EXPERT_VARIANTS]
+    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
+    for row in summary["rows"]:
+        agreement, shared = row["agreement"], row["model"] == "shared"
+        if row["arm"] == "te_again":
+            assert agreement == {"with": "te", **zero, "ok": True}
+        if row["arm"] == "flux_te":
+            assert agreement["ok"]
+            assert max(agreement[name] for name in zero) < 1e-5
+        if row["arm"] in ("flux_te", "no_communication"):
+            backend = "reference" if row["arm"] == "flux_te" else "no_communication"
+            assert row["flux_layers"] == (8 if shared else 4)
+            calls = {"all_gather": 4 if shared else 2}
+            calls |= dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"), row["flux_layers"])
+            assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
+
+
+# Adapters
+
+LORA_VARIANTS = ("local", "local_again", "flux_local", "no_communication")
+
+
+def adapted(**changes: Any) -> Workload:
+    few = {"model": "swiglu", "seq": 16, "micro_batch": 2, "layers": 2, "frozen": True, "lora": 4}
+    return Workload(**{**few, "lora_targets": LORA_TARGETS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("targets", "sequence_parallel"), [(LORA_TARGETS, False), (("linear_qkv",), True)], ids=["all-whole", "qkv"]
+)
+def test_variants_with_adapters_agree(
+    world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool
+) -> None:
+    work = adapted(lora_targets=targets, sequence_parallel=sequence_parallel)
+    rows = world2.run(partial(run_local, workloads=(work,), variants=LORA_VARIANTS), 2, tmp_path)[0]["rows"]
+    assert [row["arm"] for row in rows] == list(LORA_VARIANTS)
+    assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
+    _, again, flux, bound = rows
+    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
+    assert again["agreement"] == {"with": "local", **zero, "ok": True}
+    assert flux["agreement"]["ok"]
+    assert max(flux["agreement"][name] for name in zero) < 1e-5
+    assert flux["flux_layers"] > 4 * work.layers, "no adapter runs flux"
+    assert bound["flux_layers"] == flux["flux_layers"]
+    assert {name.split("/")[1] for name in bound["flux_calls_per_step"]} == {"no_communication"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["", "whole"])
+@on_ranks("world2")
+def test_the_bound_has_no_collective_of_adapters(tmp_path: Path, sequence_parallel: bool) -> None:
+    work = adapted(sequence_parallel=sequence_parallel)
+    with sent_by_the_bound() as sent:
+        run_local(2, tmp_path, workloads=(work,), variants=("local", "no_communication"))
+    assert sent == [dict.fromkeys(COLLECTIVES, 0)]
+
+
+def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPool, tmp_path: Path) -> None:
+    """Flux has them. Stock TransformerEngine has not, and its row says so."""
+    how = {"seq": 128, "layers": 1}
+    recipes = (None, "current")
+    changes = {"workloads": tuple(adapted(fp8=recipe, **how) for recipe in recipes)}
+    names = ("te", "te_again", "flux_te", "no_communication", "unsynchronised")
+    rows = te_world2.run(partial(run, **changes), tmp_path, "swiglu", (), names)[0]["rows"]
+    assert [(row["fp8"], row["arm"]) for row in rows] == [(recipe, name) for recipe in recipes for name in names]
+    for row in rows:
+        found = row["agreement"]
+        if row["arm"] in ("te", "te_again"):
+            assert "drops the gradient of a gathered norm output" in found["left_out"]
+            assert (found["y"], found["ok"]) == (0, True)
+            assert min(found["dx"], found["wgrad"]) > 0.3
+            continue
+        if row["arm"] == "flux_te":
+            assert found["with"] == "te, whose adapters gather norm outputs themselves"
+            assert found["ok"]
+            assert "left_out" not in found
+            assert max(found["dx"], found["wgrad"]) < (1e-5 if row["fp8"] is None else 0.2)
+        assert row["flux_layers"] == 12
+        assert row["flux_fallbacks"].keys() <= {"operators: reference: no GPU"}
+        backend = "reference" if row["arm"] == "flux_te" else row["arm"]
+        assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.bench import calls, harness, ops, tables, tune
+from megatron_flux.bench import harness, ops, tables, tune
 from megatron_flux.bench.cases import Case
 from megatron_flux.bench.options import OpsRun, TuneRun
 from megatron_flux.comm import links
@@ -30,7 +29,7 @@ from megatron_flux.ops.tuner import cache, keys, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
-from tests.distributed.pool import WorkerPool, on_ranks
+from tests.distributed.pool import WorkerPool
 from tests.distributed.twins import turns_take
 
 CASES = [
@@ -40,11 +39,6 @@ CASES = [
     Case("all_gather_gemm", "toy", "fc2", "dgrad", 8, 6, 4),
 ]
 DECODE = Case("gemm_all_reduce", "toy", "proj", "decode", 3, 4, 6)
-FP8_CASES = [
-    Case("all_gather_gemm", "toy", "fc1", "forward", 256, 128, 384),
-    Case("gemm_reduce_scatter", "toy", "fc2", "forward", 256, 256, 128),
-    Case("gemm_reduce_scatter", "toy", "fc1", "dgrad", 256, 256, 128),
-]
 CPU = torch.device("cpu")
 TIMES = {
     **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "fused": 1.1, "tuned": 1.2},
@@ -174,31 +168,6 @@ def test_the_first_rank_s_clock_stops_all(world2: WorkerPool, tmp_path: Path, la
     assert late or said[-1] == "stopped after 1e-09 s, 4 of 4 left out"
 
 
-@pytest.mark.parametrize("fp8", ["delayed", "blockwise"])
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: f"{case.op}-{case.direction}")
-@on_ranks("world2")
-def test_fp8_calls(case: Case, fp8: Any) -> None:
-    """Operands have the scales and formats of the recipe; serial is the operator."""
-    case = replace(case, fp8=fp8)
-    group = dist.group.WORLD
-    made = calls.operands(case, group, torch.bfloat16, CPU)
-    pair: Any = made.pair
-    blocks, dgrad = case.fp8 == "blockwise", case.direction == "dgrad"
-    assert (pair.x.scaling, pair.weight.scaling) == ("1x128", "128x128") if blocks else ("tensor", "tensor")
-    assert pair.x.dtype == (torch.float8_e5m2 if dgrad and not blocks else torch.float8_e4m3fn)
-    assert pair.promoted is (blocks or dgrad)
-    assert (pair.weight.rows, pair.weight.k) == (case.n, case.k), "k-major in both directions"
-    scales = [torch.empty_like(pair.x.scale_inv) for _ in range(2)]
-    dist.all_gather(scales, pair.x.scale_inv)
-    assert torch.equal(*scales) is not blocks, "one scale for all is the same on all ranks"
-    with machine(Path("none")):
-        runs = ops.runs_of(made, ("fused", "tuned"), "exact")
-        assert list(runs) == ["gemm", "nccl", "serial", "fused", "tuned"]
-        assert torch.equal(runs["serial"](), runs["fused"]())
-        assert runs["gemm"]().shape == (case.m, case.n)
-        runs["nccl"]()
-
-
 def fill(
     cache: Path, cases: list[Case], kind: str = "nvlink", **more: Any
 ) -> tuple[list[tuple[Case, str, str]], list[str], int]:
@@ -237,24 +206,6 @@ def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path
         ("dgrad", False, "chunked x1"),
         ("wgrad", True, "chunked_int8 x1"),
     }
-
-
-def test_gathers_of_wgrad_are_tuned_over_links_by_chunks() -> None:
-    """The layers gather it so (layers/fp8.py): one call for both column-parallel layers, bytes two at a time."""
-    dgrads = [
-        Case("gemm_reduce_scatter", "a", "qkv", "dgrad", 256, 384, 64),
-        Case("gemm_reduce_scatter", "a", "fc1", "dgrad", 256, 384, 128),
-        Case("all_gather_gemm", "a", "fc2", "dgrad", 256, 128, 512),
-    ]
-    forwards = [replace(case, direction="forward") for case in dgrads]
-
-    def widths(fp8: Any) -> list[tuple[str, int, int]]:
-        found = tune._gathers([replace(case, fp8=fp8) for case in (*forwards, *dgrads)])
-        return [(case.layer, case.m, case.k) for case in found]
-
-    assert widths(None) == [("qkv", 256, 384)]
-    assert widths("current") == [("qkv", 256, 192)]
-    assert widths("blockwise") == [("qkv", 256, 192), ("fc2", 256, 256)], "dy once more, by its rows"
 
 
 def test_a_measured_plan_stays_where_later_times_did_not_decide(tmp_path: Path) -> None:

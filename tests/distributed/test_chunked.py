@@ -14,15 +14,12 @@ import torch.distributed as dist
 from megatron_flux import UserError, ops
 from megatron_flux.comm import links, shared_memory, transports
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.errors import OperatorError
 from megatron_flux.ops.backends.registry import get_backend
 from tests.distributed.data import normals
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.test_ops import CPU, WAYS, calls, use
+from tests.distributed.test_ops import CPU, calls, use
 from tests.distributed.twins import NEEDS_TRITON
 from tests.small_disk import small_disk
-
-OVER = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.mark.parametrize("name", ["chunked", "chunked_int8"])
@@ -98,22 +95,6 @@ def test_too_little_shared_memory_is_a_reason_or_an_error(world2: WorkerPool, tm
             assert f"2 ranks need 49 MiB, and {folder} has 7 in all; give the container more shared memory" in said, (
                 said
             )
-
-
-@OVER
-@on_ranks("world2")
-def test_an_exception_within_a_call_is_the_last_of_its_transport(way: str) -> None:
-    group = dist.group.WORLD
-    use(way, group)
-    x, weight = torch.ones(8, 4), torch.ones(6, 4)
-    with mock.patch.object(torch, "mm", side_effect=MemoryError("no"), autospec=True), pytest.raises(MemoryError):
-        ops.gemm_reduce_scatter(x, weight, group, backend="chunked")
-    with pytest.raises(OperatorError, match="a call of gemm_reduce_scatter was broken off here by MemoryError: no"):
-        ops.gemm_reduce_scatter(x, weight, group, backend="chunked")
-    transports.renew(group)
-    use(way, group)
-    calls("chunked", group, 3, (4,), 8, 12, torch.float32, False)
-    state_of(group).transports.clear()
 
 
 def rotated(integers: torch.Tensor) -> torch.Tensor:

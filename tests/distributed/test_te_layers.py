@@ -141,7 +141,7 @@ def test_what_was_in_main_grad(kind: str, cached: bool, overwrite: bool, kept: b
 )
 @on_ranks("te_world2")
 def test_frozen_parameters(kind: str, names: tuple[str, ...], input_grad: bool, recipe: str | None) -> None:
-    """Of a frozen weight in FP8: test_frozen.py."""
+    """Of a frozen weight in FP8: test_te_fp8.py."""
     case = te_fp8_cases.fp8_case(kind, fusion=False, skip_bias_add=True) if recipe else Case(kind, skip_bias_add=True)
 
     def work() -> dict[str, torch.Tensor]:
@@ -271,10 +271,6 @@ def test_unpatch_restores_the_identical_objects() -> None:
         before = [dict(vars(cls)) for cls in classes]
         assert len(own) >= 3
         megatron_flux.patch()
-        report = megatron_flux.report()
-        of_core = [path for path in report["replaced"] if path.startswith("megatron.core.")]  # others: of adapters
-        assert len(of_core) == 5 + len(own)
-        assert all(any(path.endswith(f"{name}.forward") for path in report["replaced"]) for name in CLASSES.values())
         changed = [[k for k in vars(c) if vars(c)[k] is not b.get(k)] for c, b in zip(classes, before, strict=True)]
         assert changed == [["forward"], ["forward"], ["forward"], [], *([["forward"]] * len(own))]
         megatron_flux.unpatch()

@@ -35,7 +35,7 @@ P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
-RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
+LATE = "tests/distributed/test_late_ranks.py"
 TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_agreement.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
@@ -238,7 +238,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/call.py",
         "(state.table is None or len(compared.rows) < COMPARED_M)",
         "True",
-        ("tests/distributed/test_different_calls.py::test_ever_other_m_cost_no_word_between_ranks",),
+        ("tests/distributed/test_fused_twin.py::test_ever_other_m_cost_no_word_between_ranks",),
     ),
     Fault(
         "each rank lists its own candidates",
@@ -399,21 +399,21 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/timing.py",
         "all(of_all_ranks(mine, group, about))",
         "mine",
-        (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
+        (f"{LATE}::test_all_agree_only_if_every_rank_does",),
     ),
     Fault(
         "fastest rank in bursts",
         f"{OPS}/timing.py",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
-        (f"{RANKS}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
+        (f"{LATE}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
     ),
     Fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}\n",
         "    ms = {name: torch.tensor(bursts) for name, bursts in times.items()}\n",
-        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+        (f"{LATE}::test_rounds_tell_of_the_slowest_rank",),
     ),
     Fault(
         "step time of rank 0",
@@ -1022,14 +1022,14 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/train/fsdp.py",
         "zip(*(p.chunk(halves, dim) for p in parts), strict=True)",
         "zip(*(p.chunk(halves, dim) for p in parts[::-1]), strict=True)",
-        ("tests/distributed/test_bench_fsdp.py::test_results_are_those_of_tensor_parallelism",),
+        ("tests/distributed/test_bench_layer.py::test_results_are_those_of_tensor_parallelism",),
     ),
     Fault(
         "a layer's weights are not freed behind its forward",
         "megatron_flux/train/fsdp.py",
         "reshard_after_forward=unit in layers",
         "reshard_after_forward=False",
-        ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
+        ("tests/distributed/test_bench_layer.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
     ),
     Fault(
         "a small kernel that is compiled early has another limit",

@@ -175,6 +175,24 @@ def test_variants_with_experts_agree(te_world2: WorkerPool, tmp_path: Path) -> N
             assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
 
 
+def run_with_te(out: Path, model: str) -> dict[str, Any]:
+    from megatron_flux.bench import variants
+
+    with mock.patch.object(variants, "available_layers", return_value="te"):
+        return run(out, model, (None,), ("te", "fsdp", "fsdp_again"))
+
+
+def test_zero_3(te_world2: WorkerPool, tmp_path: Path) -> None:
+    summary = te_world2.run(run_with_te, tmp_path, "swiglu")[0]
+    assert summary["skipped"] == []
+    rows = {row["arm"]: row for row in summary["rows"]}
+    for name in ("fsdp", "fsdp_again"):
+        agreement = rows[name]["agreement"]
+        assert (agreement["with"], agreement["ok"]) == ("te", True)
+        assert max(agreement[of] for of in ("y", "dx", "wgrad")) < 1e-5
+        assert rows[name]["speedup_vs_te"] > 0
+
+
 # Adapters
 
 LORA_VARIANTS = ("local", "local_again", "flux_local", "no_communication")

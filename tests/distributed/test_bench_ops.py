@@ -25,12 +25,11 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import cache, keys, tuner
+from megatron_flux.ops.tuner import cache, tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
 from tests.distributed.pool import WorkerPool
-from tests.distributed.twins import turns_take
 
 CASES = [
     Case("all_gather_gemm", "toy", "fc1", "forward", 8, 6, 4),
@@ -42,7 +41,6 @@ DECODE = Case("gemm_all_reduce", "toy", "proj", "decode", 3, 4, 6)
 CPU = torch.device("cpu")
 TIMES = {
     **{"gemm": 1.0, "nccl": 0.5, "serial": 1.5, "fused": 1.1, "tuned": 1.2},
-    **{"chunked": 2.5, "chunked_int8": 2.25, "reference": 3.0},
 }
 ROW_KEYS = {
     "op", "model", "layer", "direction", "m", "n", "k", "dtype", "gemm_ms", "nccl_ms", "serial_ms",
@@ -90,27 +88,21 @@ def measure(variants: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
-    """A machine with GPUs over the link ``kind``; over ``host`` the real chunked backends with made-up times."""
-    link = Link(kind, "asked for")
+def machine(cache: Path) -> Iterator[Tuned]:
+    """A machine with GPUs over NVLink."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
         for module in (ops, tune):
             patch.setattr(module, "device_of", lambda *_: CPU)
-        patch.setattr(links, "probe", lambda *_: link)
+        patch.setattr(links, "probe", lambda *_: Link("nvlink", "asked for"))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(harness, "measure", measure)
         fused = Named("fused")
         tuned = Tuned(Backends(ReferenceBackend(), fused))  # type: ignore[arg-type]
-        if kind == "nvlink":
-            patch.setattr(ops, "_link_rate", lambda *_: 100.0)
-            patch.setattr(tuner.Tuner, "_trial", lambda *_, full: tuned.trial())
-            for backend in (fused, tuned):
-                patch.setitem(registry._backends, backend.name, backend)
-        else:
-            patch.setattr(ops.timing, "gather_rate", lambda *_: 40.0)
-            patch.setattr(keys, "by_chunks", lambda *_: True)
-            turns_take(lambda trial, candidate: TIMES[trial.entries[candidate].label.partition(" ")[0]], patch)
+        patch.setattr(ops, "_link_rate", lambda *_: 100.0)
+        patch.setattr(tuner.Tuner, "_trial", lambda *_, full: tuned.trial())
+        for backend in (fused, tuned):
+            patch.setitem(registry._backends, backend.name, backend)
         try:
             yield tuned
         finally:
@@ -118,10 +110,10 @@ def machine(cache: Path, kind: str = "nvlink") -> Iterator[Tuned]:
 
 
 def bench(
-    folder: Path, cases: list[Case], kind: str = "nvlink", seconds: tuple[float, float] = (1e9, 1e9), **more: Any
+    folder: Path, cases: list[Case], seconds: tuple[float, float] = (1e9, 1e9), **more: Any
 ) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
-    with machine(folder / "tuned.json", kind):
+    with machine(folder / "tuned.json"):
         wanted = OpsRun(tp=2, out=folder / "run", seconds=seconds[dist.get_rank()], **more)
         return ops.run(wanted, cases, dist.group.WORLD, said.append), said
 
@@ -163,16 +155,14 @@ def test_a_wrong_result_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> N
 @pytest.mark.parametrize("late", [0, 1])
 def test_the_first_rank_s_clock_stops_all(world2: WorkerPool, tmp_path: Path, late: int) -> None:
     seconds = (1e-9, 1e9) if late == 0 else (1e9, 1e-9)
-    (summary, said), (other, _) = world2.run(bench, tmp_path, CASES, "nvlink", seconds)
+    (summary, said), (other, _) = world2.run(bench, tmp_path, CASES, seconds)
     assert len(summary["rows"]) == len(other["rows"]) == (0 if late == 0 else 4)
     assert late or said[-1] == "stopped after 1e-09 s, 4 of 4 left out"
 
 
-def fill(
-    cache: Path, cases: list[Case], kind: str = "nvlink", **more: Any
-) -> tuple[list[tuple[Case, str, str]], list[str], int]:
+def fill(cache: Path, cases: list[Case], **more: Any) -> tuple[list[tuple[Case, str, str]], list[str], int]:
     said: list[str] = []
-    with machine(cache, kind) as tuned:
+    with machine(cache) as tuned:
         state_of(dist.group.WORLD).tuned.clear()  # of the test before
         wanted = TuneRun(tp=2, cache=cache, **more)
         done = tune.run(wanted, cases, dist.group.WORLD, said.append)
@@ -195,17 +185,6 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
     assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4, "forced, all again"
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
-
-
-def test_tuning_over_a_link_with_wire_formats(world2: WorkerPool, tmp_path: Path) -> None:
-    run = partial(fill, kind="host", link="host", wire="int8")
-    done = world2.run(run, tmp_path / "tuned.json", CASES)[0][0]
-    assert {key for _, key, _ in done} == set(json.loads((tmp_path / "tuned.json").read_text()))
-    assert {(case.direction, "wire=int8" in key, plan) for case, key, plan in done} == {
-        ("forward", True, "chunked_int8 x1"),
-        ("dgrad", False, "chunked x1"),
-        ("wgrad", True, "chunked_int8 x1"),
-    }
 
 
 def test_a_measured_plan_stays_where_later_times_did_not_decide(tmp_path: Path) -> None:

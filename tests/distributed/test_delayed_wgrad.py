@@ -128,11 +128,8 @@ def test_gradients_are_stocks_to_the_bit(te_world2: WorkerPool, kind: str, numbe
     if kind != "row":
         calls["all_gather/reference"] = 3
     assert te_world2.run(rank_case, delayed(kind, number)) == [calls] * 2
-
-
-@pytest.mark.parametrize(("kind", "number"), SIX)
-def test_without_sequence_parallelism(te_world2: WorkerPool, kind: str, number: int) -> None:
-    te_world2.run(rank_case, delayed(kind, number, options=WHOLE, dtype=torch.bfloat16))
+    if (kind, number) in SIX:
+        te_world2.run(rank_case, delayed(kind, number, options=WHOLE, dtype=torch.bfloat16))
 
 
 @NEEDS_TRITON

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, p2p_link, transports
-from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm import p2p_link
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import EMPTY, Layout
 from megatron_flux.comm.lanes import read
@@ -159,17 +158,3 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str) -> None:
         gc.collect()
     assert not files()
     dist.barrier()
-
-
-@on_ranks("world2")
-def test_a_group_with_peer_access_uses_it() -> None:
-    """The transport of a group of GPUs with peer access."""
-    held = state_of(dist.group.WORLD)
-    held.transports.clear()
-    before = held.slab_bytes()
-    with mock.patch.object(links, "probe", return_value=links.Link("p2p", "")):
-        at = transports.transport_of(dist.group.WORLD, CPU)
-    gather(at, 0, [0, 3000])
-    device_bytes = held.slab_bytes() - before
-    held.transports.clear()
-    assert (at.kind, device_bytes) == ("p2p", at.device_bytes)

@@ -34,8 +34,8 @@ P2P = "tests/unit/comm/test_p2p_schedule.py"
 RECORD = "tests/distributed/test_record.py::test_a_figure_is_what_the_ranks_have_seen"
 PLANS = "tests/unit/ops/test_fused_plans.py"
 OPS, KERNELS = "megatron_flux/ops", "megatron_flux/kernels"
-RANKS, LATE = "tests/distributed/test_slowest_rank.py", "tests/distributed/test_late_ranks.py"
-TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_boxes.py"
+LATE = "tests/distributed/test_late_ranks.py"
+TRIAL, BOXES = "tests/distributed/test_trial.py", "tests/distributed/test_agreement.py"
 TE_FP8, TE_LAYERS_FP8 = "megatron_flux/patch/te_fp8", "tests/distributed/test_te_fp8.py"
 LINKS = ("tests/distributed/test_preflight.py::test_the_link_of_the_slowest_rank_is_measured",)
 _PREFLIGHT = "megatron_flux/slurm/preflight/ranks.py"
@@ -237,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/call.py",
         "(state.table is None or len(compared.rows) < COMPARED_M)",
         "True",
-        ("tests/distributed/test_different_calls.py::test_ever_other_m_cost_no_word_between_ranks",),
+        ("tests/distributed/test_fused_twin.py::test_ever_other_m_cost_no_word_between_ranks",),
     ),
     Fault(
         "each rank lists its own candidates",
@@ -398,21 +398,21 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/timing.py",
         "all(of_all_ranks(mine, group, about))",
         "mine",
-        (f"{RANKS}::test_all_agree_only_if_every_rank_does",),
+        (f"{LATE}::test_all_agree_only_if_every_rank_does",),
     ),
     Fault(
         "fastest rank in bursts",
         f"{OPS}/timing.py",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
-        (f"{RANKS}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
+        (f"{LATE}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
     ),
     Fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}\n",
         "    ms = {name: torch.tensor(bursts) for name, bursts in times.items()}\n",
-        (f"{RANKS}::test_rounds_tell_of_the_slowest_rank",),
+        (f"{LATE}::test_rounds_tell_of_the_slowest_rank",),
     ),
     Fault(
         "step time of rank 0",
@@ -475,16 +475,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/fused.py",
         "self._holds_sms and links.starts_together(call.group, captured=self._captured)",
         "False",
-        (
-            "tests/distributed/test_start_together.py::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",
-        ),
+        (f"{LATE}::test_kernels_that_hold_sms_wait_for_the_last_rank_before_they_start",),
     ),
     Fault(
         "tiles of a CTA that finds no SM stay",
         "megatron_flux/kernels/plain.py",
         "        share = _left(ctrl + 2, gemm_ctas, epoch)",
         "        share = gemm_ctas",
-        ("tests/distributed/test_start_together.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
+        ("tests/distributed/test_late_ranks.py::test_one_cta_computes_the_tiles_of_those_that_do_not_start",),
     ),
     Fault(
         "stock layers do not end a prefetch",
@@ -527,7 +525,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{KERNELS}/plain.py",
         "acc += tl.load(addend + at,",
         "acc += 0 * tl.load(addend + at,",
-        ("tests/distributed/test_addend.py::test_sums_of_both",),
+        ("tests/distributed/test_ops.py::test_exact",),
     ),
     # Adapters that run as one function.
     Fault(
@@ -581,7 +579,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/layers/linears.py",
         "        need_dw = need_dw and not deferred\n",
         "",
-        ("tests/distributed/test_deferred_wgrad.py::test_dy_is_left_for_megatron",),
+        ("tests/distributed/test_stock_layers.py::test_dy_is_left_for_megatron",),
     ),
     Fault(
         "an early gather for a delayed wgrad is made again",
@@ -595,7 +593,7 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/layers/precision.py",
         "x if weight.requires_grad else None, weight)",
         "x, weight)",
-        ("tests/distributed/test_frozen.py::test_no_input_is_saved",),
+        ("tests/distributed/test_te_fp8.py::test_no_input_is_saved",),
     ),
     # Epochs, flags and workspaces.
     Fault(
@@ -1029,14 +1027,14 @@ FAULTS: tuple[Fault, ...] = (
         "megatron_flux/train/fsdp.py",
         "zip(*(p.chunk(halves, dim) for p in parts), strict=True)",
         "zip(*(p.chunk(halves, dim) for p in parts[::-1]), strict=True)",
-        ("tests/distributed/test_bench_fsdp.py::test_results_are_those_of_tensor_parallelism",),
+        ("tests/distributed/test_bench_layer.py::test_results_are_those_of_tensor_parallelism",),
     ),
     Fault(
         "a layer's weights are not freed behind its forward",
         "megatron_flux/train/fsdp.py",
         "reshard_after_forward=unit in layers",
         "reshard_after_forward=False",
-        ("tests/distributed/test_bench_fsdp.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
+        ("tests/distributed/test_bench_layer.py::test_a_step_gathers_every_weight_twice_and_scatters_its_gradient",),
     ),
     Fault(
         "a small kernel that is compiled early has another limit",

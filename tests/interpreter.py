@@ -7,7 +7,7 @@ bits taken apart by their bits, which a table gives.
 
 Kernels of several processes share memory, and rely on a number's being loaded and stored at once, as GPUs do. The
 interpreter uses memcpy, and glibc's copies two bytes as a word and its lower byte apart: another process may find half
-of a number. NumPy loads and stores a number whole (``tests/distributed/test_interpreter.py``).
+of a number. NumPy loads and stores a number whole.
 
 It multiplies bf16 as integers, of the same bits, and converts integers to these. Here both go by fp32.
 

@@ -4,7 +4,6 @@ FAULT="p2p wrong 3" python -m tests.distributed.faulty_links THE PRE-FLIGHT'S OP
 """
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -26,8 +25,6 @@ def gather(self: HostLink, operator: str, local: torch.Tensor, *more: Any) -> An
             raise UserError("it has no memory")
         if WHAT == "raises":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        if WHAT == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if WHAT == "wrong":
             local = torch.zeros_like(local)
         time.sleep({"slow": 0.2, "hangs": 1e6}.get(WHAT, 0.0))

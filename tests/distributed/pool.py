@@ -111,11 +111,6 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    @property
-    def pids(self) -> list[int]:
-        """The workers' process ids; empty while none are running."""
-        return [p.pid for p in self._processes]
-
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
         """Call ``function(*args)`` on every rank and return the results in rank order."""
         outcomes = self.outcomes(function, *args, timeout=timeout)

@@ -13,9 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_flux import FluxConfig, ops
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -334,38 +331,6 @@ def peaks(case: Case, recipe: str, peak: Callable[[Callable[[], None]], int]) ->
         layer.is_first_microbatch = True
         with flux(FP8):
             return stock, peak(step)
-
-
-class Made(TorchDispatchMode):
-    """Peak of the bytes that operators on CPUs have made, less fp32: kernels on GPUs make none, their stand-ins do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._alive = 0, WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = operator(*args, **(kwargs or {}))
-        if not operator.is_view and not operator._schema.is_mutable:
-            for t in tree_leaves(results):
-                if type(t) is torch.Tensor and t.itemsize < 4:
-                    self._alive[t.untyped_storage()] = t.nbytes
-            self.peak = max(self.peak, sum(self._alive.values()))
-        return results
-
-
-def rank_fp8_peaks(kind: str, recipe: str) -> tuple[int, int]:
-    """Of later micro-batches, by stock and by ours: the least, for gloo may hold tensors a little longer."""
-
-    def peak(step: Callable[[], None]) -> int:
-        step()
-        found = []
-        for _ in range(3):
-            with Made() as made:
-                step()
-            found.append(made.peak)
-        return min(found)
-
-    return peaks(fp8_case(kind, bias=False), recipe, peak)
 
 
 # As in a CUDA graph

@@ -1,23 +1,26 @@
-"""``bench layer --fp8`` on megatron-core's layers over TransformerEngine's own Python (te_stand_in.py)."""
+"""``bench layer`` over TransformerEngine's own Python (te_stand_in.py): in FP8, with experts, and with adapters."""
 
+import contextlib
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_flux.bench import variants
 from megatron_flux.bench.cases import Workload
 from megatron_flux.bench.options import LayerRun
-from megatron_flux.train.fp8 import Recipe
-from megatron_flux.train.presets import PRESETS
+from megatron_flux.train.options import LORA_TARGETS
+from megatron_flux.train.presets import EXPERTS, PRESETS
 from tests.distributed import te_stand_in
-from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_fp8_cases import fp8_megatron, state_of
-from tests.distributed.test_bench_layer import COLLECTIVES, few_steps, sent_by_the_bound
+from tests.distributed.megatron_world import splits_on_the_host
+from tests.distributed.pool import WorkerPool
+from tests.distributed.te_fp8_cases import fp8_megatron
+from tests.distributed.test_bench_layer import few_steps, the_bound_sends_nothing
+from tests.distributed.test_bench_layer import run as run_local
 
 pytestmark = te_stand_in.needed
 
@@ -27,7 +30,6 @@ SMALL = {
     for name, preset in {"gelu": "gpt3-175b", "swiglu": "llama2-70b"}.items()
 }
 VARIANTS = ("te", "local", "flux_te", "no_communication", "unsynchronised")
-RECIPES = get_args(Recipe)
 NO_LOCAL = "megatron-core's own linears have no FP8"
 
 
@@ -42,7 +44,8 @@ def run(
     # 128 rows per rank, as blocks want them.
     how = {"workloads": tuple(Workload(model=model, fp8=fp8, seq=128, micro_batch=2, layers=1) for fp8 in recipes)}
     how |= {"variants": names, "rounds": 1, "burst": 1, "device": "cpu", "backend": "reference", "out": out}
-    with few_steps(), fp8_megatron(**(layout or {})), pytest.MonkeyPatch.context() as patch:
+    alone = contextlib.nullcontext() if layout else the_bound_sends_nothing()  # experts exchange tokens
+    with few_steps(), alone, fp8_megatron(**(layout or {})), pytest.MonkeyPatch.context() as patch:
         for name, preset in SMALL.items():
             patch.setitem(PRESETS, name, preset)
         patch.setattr(variants, "why_no_te", lambda device: None)
@@ -90,6 +93,8 @@ def test_every_recipe_has_its_rows(
     for row in summary["rows"]:
         assert row["ms_per_layer"] > 0
         assert (row["agreement"] is None) is not row["training"]
+        if row["arm"] == "no_communication":
+            assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {"no_communication"}
         if row["arm"] == "flux_te":
             check_flux(row)
 
@@ -111,67 +116,134 @@ def check_flux(row: dict[str, Any]) -> None:
         assert 1e-3 < rounding < 0.3, (row["fp8"], name)
 
 
-def rank_scales(out: Path) -> list[str]:
-    """Return those of ``te``'s delayed scales that a step of the bound, which has layers of its own, has changed."""
-    blocks: dict[str, Any] = {}
-    changed: list[str] = []
-    stock_make, stock_look = variants.make, variants.look_inside
-
-    def made(name: str, block: Any, *given: Any, **more: Any) -> Any:
-        blocks[name] = block
-        return stock_make(name, block, *given, **more)
-
-    def scales() -> dict[str, torch.Tensor]:
-        layers = {name: layer for name, layer in blocks["te"].named_modules() if hasattr(layer, "fp8_meta")}
-        return {f"{name} {key}": value for name, layer in layers.items() for key, value in state_of(layer).items()}
-
-    def looked(variant: Any) -> None:
-        before = scales()
-        assert sum("amax" in name for name in before) == 8, "of two of four linears"
-        stock_look(variant)
-        if variant.name == "no_communication":
-            changed.extend(name for name, value in scales().items() if not torch.equal(value, before[name]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "make", made)
-        patch.setattr(variants, "look_inside", looked)
-        run(out, "gelu", ("delayed",), ("te", "no_communication"))
-    assert blocks["te"] is not blocks["no_communication"]
-    return changed
-
-
-def test_blocks_have_scales_of_their_own(te_world2: WorkerPool, tmp_path: Path) -> None:
-    """TransformerEngine updates all scales it knows, as if layers that did not run had seen zeros."""
-    assert te_world2.run(rank_scales, tmp_path) == [[], []]
-
-
 def test_a_shard_that_is_lost_is_no_rounding(te_world2: WorkerPool, tmp_path: Path) -> None:
     rows = te_world2.run(run, tmp_path, "gelu", ("current",), ("te", "flux_te"), True)[0]["rows"]
     assert [(row["arm"], row["agreement"]["ok"]) for row in rows] == [("te", True), ("flux_te", False)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks("te_world2")
-def test_the_bound_communicates_nothing(tmp_path: Path, recipe: str) -> None:
-    """And its buffers hold numbers that are not zero, of which the first rows are x's now."""
-    from megatron_flux.bench import no_communication
+EXPERT_VARIANTS = ("te", "te_again", "flux_te", "no_communication")
+EXPERT_SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 32,
+    "kv_channels": 32,
+}
+EXPERT_SIZES |= {"num_moe_experts": 8, "moe_router_topk": 2}
+SMALL_EXPERTS = {
+    "experts": EXPERTS["qwen3-30b-a3b"].shape.model_copy(update=EXPERT_SIZES),
+    "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(
+        update=EXPERT_SIZES | {"moe_shared_expert_intermediate_size": 96}
+    ),
+}
+OF_EXPERTS = tuple(
+    Workload(model=model, seq=32, micro_batch=2, layers=2, delay_wgrad=delayed)
+    for model, delayed in (("experts", True), ("shared", False))
+)
 
-    current: list[bool] = []
-    stock = no_communication.NoCommunication._gathered_fp8
 
-    def gathered(self: Any, x: Any, group: Any) -> Any:
-        found = stock(self, x, group)
-        assert found.data.count_nonzero() > found.data.numel() // 2
-        assert found.scale_inv.all()
-        rows = x.data.shape[0]
-        current.append(torch.equal(found.data[:rows], x.data))
-        assert all(torch.equal(found.data[i * rows :][:rows], found.data[:rows]) for i in range(group.size()))
-        return found
+def run_experts(out: Path) -> Any:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
 
-    with mock.patch.object(no_communication.NoCommunication, "_gathered_fp8", gathered), sent_by_the_bound() as sent:
-        (row,) = run(tmp_path, "gelu", (recipe,), ("no_communication",))["rows"]
-    assert sent == [dict.fromkeys(COLLECTIVES, 0)]
-    assert current[-4], "QKV in the last step: scales had settled when its buffer was filled"
-    assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {"no_communication"}
-    assert row["flux_calls_per_step"]["all_gather/no_communication"] == 2 * (4 if recipe == "blockwise" else 1)
-    assert row["flux_layers"] == 4
+    presets = {name: EXPERTS["mixtral-8x7b"]._replace(shape=shape) for name, shape in SMALL_EXPERTS.items()}
+    layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    with (
+        mock.patch.dict(EXPERTS, presets),
+        mock.patch.object(AllToAll, "_maybe_dtoh_and_synchronize", splits_on_the_host),
+    ):
+        return run(out, "", (), EXPERT_VARIANTS, layout=layout, workloads=OF_EXPERTS)
+
+
+def test_variants_with_experts_agree(te_world2: WorkerPool, tmp_path: Path) -> None:
+    summary = te_world2.run(run_experts, tmp_path)[0]
+    assert summary["skipped"] == []
+    ran = [(row["model"], row["delay_wgrad"], row["arm"]) for row in summary["rows"]]
+    assert ran == [(work.model, work.delay_wgrad, name) for work in OF_EXPERTS for name in EXPERT_VARIANTS]
+    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
+    for row in summary["rows"]:
+        agreement, shared = row["agreement"], row["model"] == "shared"
+        if row["arm"] == "te_again":
+            assert agreement == {"with": "te", **zero, "ok": True}
+        if row["arm"] == "flux_te":
+            assert agreement["ok"]
+            assert max(agreement[name] for name in zero) < 1e-5
+        if row["arm"] in ("flux_te", "no_communication"):
+            backend = "reference" if row["arm"] == "flux_te" else "no_communication"
+            assert row["flux_layers"] == (8 if shared else 4)
+            calls = {"all_gather": 4 if shared else 2}
+            calls |= dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"), row["flux_layers"])
+            assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
+
+
+def run_with_te(out: Path, model: str) -> dict[str, Any]:
+    from megatron_flux.bench import variants
+
+    with mock.patch.object(variants, "available_layers", return_value="te"):
+        return run(out, model, (None,), ("te", "fsdp", "fsdp_again"))
+
+
+def test_zero_3(te_world2: WorkerPool, tmp_path: Path) -> None:
+    summary = te_world2.run(run_with_te, tmp_path, "swiglu")[0]
+    assert summary["skipped"] == []
+    rows = {row["arm"]: row for row in summary["rows"]}
+    for name in ("fsdp", "fsdp_again"):
+        agreement = rows[name]["agreement"]
+        assert (agreement["with"], agreement["ok"]) == ("te", True)
+        assert max(agreement[of] for of in ("y", "dx", "wgrad")) < 1e-5
+        assert rows[name]["speedup_vs_te"] > 0
+
+
+# Adapters
+
+LORA_VARIANTS = ("local", "local_again", "flux_local", "no_communication")
+
+
+def adapted(**changes: Any) -> Workload:
+    few = {"model": "swiglu", "seq": 16, "micro_batch": 2, "layers": 2, "frozen": True, "lora": 4}
+    return Workload(**{**few, "lora_targets": LORA_TARGETS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("targets", "sequence_parallel"), [(LORA_TARGETS, False), (("linear_qkv",), True)], ids=["all-whole", "qkv"]
+)
+def test_variants_with_adapters_agree(
+    world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool
+) -> None:
+    work = adapted(lora_targets=targets, sequence_parallel=sequence_parallel)
+    rows = world2.run(partial(run_local, workloads=(work,), variants=LORA_VARIANTS), 2, tmp_path)[0]["rows"]
+    assert [row["arm"] for row in rows] == list(LORA_VARIANTS)
+    assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
+    _, again, flux, bound = rows
+    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
+    assert again["agreement"] == {"with": "local", **zero, "ok": True}
+    assert flux["agreement"]["ok"]
+    assert max(flux["agreement"][name] for name in zero) < 1e-5
+    assert flux["flux_layers"] > 4 * work.layers, "no adapter runs flux"
+    assert bound["flux_layers"] == flux["flux_layers"]
+    assert {name.split("/")[1] for name in bound["flux_calls_per_step"]} == {"no_communication"}
+
+
+def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPool, tmp_path: Path) -> None:
+    """Flux has them. Stock TransformerEngine has not, and its row says so."""
+    how = {"seq": 128, "layers": 1}
+    recipes = (None, "current")
+    changes = {"workloads": tuple(adapted(fp8=recipe, **how) for recipe in recipes)}
+    names = ("te", "te_again", "flux_te", "no_communication", "unsynchronised")
+    rows = te_world2.run(partial(run, **changes), tmp_path, "swiglu", (), names)[0]["rows"]
+    assert [(row["fp8"], row["arm"]) for row in rows] == [(recipe, name) for recipe in recipes for name in names]
+    for row in rows:
+        found = row["agreement"]
+        if row["arm"] in ("te", "te_again"):
+            assert "drops the gradient of a gathered norm output" in found["left_out"]
+            assert (found["y"], found["ok"]) == (0, True)
+            assert min(found["dx"], found["wgrad"]) > 0.3
+            continue
+        if row["arm"] == "flux_te":
+            assert found["with"] == "te, whose adapters gather norm outputs themselves"
+            assert found["ok"]
+            assert "left_out" not in found
+            assert max(found["dx"], found["wgrad"]) < (1e-5 if row["fp8"] is None else 0.2)
+        assert row["flux_layers"] == 12
+        assert row["flux_fallbacks"].keys() <= {"operators: reference: no GPU"}
+        backend = "reference" if row["arm"] == "flux_te" else row["arm"]
+        assert {name.split("/")[1] for name in row["flux_calls_per_step"]} == {backend}

@@ -4,15 +4,12 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import wrapt
 
-from megatron_flux import report
 from megatron_flux.patch.originals import CALLED, _places
 from megatron_flux.patch.provenance import name_of_other
 from tests.distributed import te_stand_in
@@ -85,74 +82,12 @@ def every_place(kind: str, ways: list[Callable[[], list[torch.Tensor]]]) -> None
     assert seen.fallbacks == {}
 
 
-def _method(kind: str) -> str:
-    return "_forward_impl" if kind == "column" else "forward"
-
-
 @pytest.mark.parametrize("kind", ["column", "row"])
 @on_ranks("world2")
 def test_every_place(kind: str) -> None:
     with megatron(tp=2):
         choices = [(frozen, whole) for frozen in (False, True) for whole in (False, True)]
         every_place(kind, [functools.partial(run, kind, *choice) for choice in choices])
-
-
-@pytest.mark.parametrize(("kind", "how"), [("column", "with wraps"), ("row", "without"), ("row", "wrapt")])
-@on_ranks("world2")
-def test_a_method_that_was_wrapped_before(kind: str, how: str) -> None:
-    """A method of a class, wrapped before ``patch()`` and unwrapped after ``unpatch()``."""
-    calls = []
-    with megatron(tp=2):
-        layer = make(kind, model_config())
-        owner, name = type(layer), _method(kind)
-        stock = vars(owner)[name]
-
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return stock(self, *args, **kwargs)
-
-        def proxy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            calls.append(name)
-            return wrapped(*args, **kwargs)
-
-        put: Any = wrapt.FunctionWrapper(stock, proxy) if how == "wrapt" else wrapper
-        if how == "with wraps":
-            put = functools.wraps(stock)(wrapper)
-        with mock.patch.object(owner, name, put):
-            with flux() as seen:
-                run(kind, layer=layer)
-            assert vars(owner)[name] is put
-        theirs = (proxy if how == "wrapt" else wrapper).__code__.co_qualname
-        assert seen.fallbacks == {f"{kind}: {owner.__name__}.{name} replaced by {HERE}.{theirs}": 1}
-        assert calls == [name]
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("name", ["forward", "_forward_impl"])
-@on_ranks("world2")
-def test_a_method_set_on_a_layer(kind: str, name: str) -> None:
-    """Python finds it before the class: flux may never run, and the report says so."""
-    with megatron(tp=2):
-        layer = make(kind, model_config())
-        stock = getattr(layer, name)
-
-        def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(*args, **kwargs)
-            return (
-                tuple(2 * y if isinstance(y, torch.Tensor) else y for y in result) if name == "forward" else 2 * result
-            )
-
-        setattr(layer, name, MethodType(theirs, layer))
-        expected = run(kind, layer=layer)
-        with flux() as seen:
-            now = run(kind, layer=layer)
-            ran = report(torch.nn.ModuleDict({"layer": layer}))["layers"]["layer"]
-        reason = f"{name} set on the layer: {HERE}.{theirs.__qualname__}"
-        counted = (kind, name) == ("row", "_forward_impl")
-        runs_flux = (kind, name) == ("column", "forward")  # stock's forward calls what flux replaces
-        assert ran == ("flux" if runs_flux else f"stock: {reason}")
-        assert seen.fallbacks == ({f"{kind}: {reason}": 1} if counted else {})
-        assert all(torch.equal(a, b) for a, b in zip(now, expected, strict=True))
 
 
 @te_stand_in.needed

@@ -1,8 +1,13 @@
-"""The fused kernels in Triton's interpreter over shared memory: real processes, real flags, small shapes."""
+"""The fused kernels in Triton's interpreter over shared memory: real processes and flags, small shapes. Exceptions in
+calls, which the caller catches, and calls that differ between ranks: what comes next is right or refused.
+"""
 
 import os
 import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -10,51 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
 from megatron_flux.comm import copy_engine, group_state, slab
 from megatron_flux.comm import timeouts as watch
+from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.errors import OperatorError, UserError
-from megatron_flux.ops.backends.reference import ReferenceBackend
+from megatron_flux.ops import call as calls
+from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import gathered, summed
-from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.twins import NEEDS_TRITON, PLANS, TINY, integers, one_capture, registered, twin, use_tma
+from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool, on_ranks
+from tests.distributed.test_late_ranks import round_of_calls
+from tests.distributed.test_ops import use
+from tests.distributed.twins import NEEDS_TRITON, PLANS, TINY, integers, one_capture, twin, use_tma
 
 pytestmark = NEEDS_TRITON
-
-
-def compare(backend: Any, mp: int, n: int, k: int, dtype: torch.dtype, transposed: bool) -> None:
-    group, stock = dist.group.WORLD, ReferenceBackend()
-    w = integers(k, n, dtype) if transposed else integers(n, k, dtype)
-    x = integers(mp, k, dtype)
-    y, seen = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(backend)
-    want, want_gathered = OperatorCall("all_gather_gemm", x, w, group, transposed=transposed).run(stock)
-    assert torch.equal(seen, want_gathered)
-    assert torch.equal(y, want)
-    x = integers(mp * group.size(), k, dtype)
-    z = OperatorCall("gemm_reduce_scatter", x, w, group, transposed=transposed).run(backend).wait()
-    exact = OperatorCall("gemm_reduce_scatter", x.float(), w.float(), group, transposed=transposed).run(stock).wait()
-    assert torch.equal(z, exact.to(dtype))
-    pending = OperatorCall("all_gather", x, None, group).run(backend)
-    assert torch.equal(pending.wait(), OperatorCall("all_gather", x, None, group).run(stock).wait())
-
-
-SHAPES = [
-    (7, 33, 19, True, torch.float16),
-    (1, 8, 8, False, torch.bfloat16),
-    (16, 64, 48, False, torch.float16),
-    (32, 48, 32, True, torch.bfloat16),
-    (16, 64, 48, False, torch.float16),
-]
-
-
-def all_shapes(plan: KernelConfig, tma: bool, shapes: list[tuple[Any, ...]] = SHAPES) -> None:
-    use_tma(tma)
-    backend = twin(plan)
-    for mp, n, k, transposed, dtype in shapes:
-        compare(backend, mp, n, k, dtype, transposed)
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,21 +40,11 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 HALVES, WHOLE = PLANS.values()
-WAYS = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("plan", "tma"), [(HALVES, True), (WHOLE, False)], ids=["halves of tiles, descriptors", "whole tiles, pointers"]
 )
-
-
-@WAYS
-def test_fused_equals_reference_on_two_ranks(world2: WorkerPool, plan: KernelConfig, tma: bool) -> None:
-    world2.run(all_shapes, plan, tma)
-
-
-def test_fused_equals_reference_on_four_ranks(world4: WorkerPool) -> None:
-    world4.run(all_shapes, WHOLE, True, SHAPES[:3])
-
-
-@WAYS
 @on_ranks("world2")
 def test_a_bias_is_added_before_rounding(plan: KernelConfig, tma: bool) -> None:
     """257 is no number of bf16 and becomes 256, to which 1 cannot be added; 258 is one."""
@@ -93,23 +59,10 @@ def test_a_bias_is_added_before_rounding(plan: KernelConfig, tma: bool) -> None:
 
 
 @on_ranks("world2")
-def test_a_bias_may_lie_anywhere() -> None:
-    """Kernels read a bias one element behind the other: the operator has to give them one that lies so."""
-    with registered(PLANS["halves of tiles"]):
-        x, w = integers(32, 48, torch.bfloat16), integers(40, 48, torch.bfloat16)
-        column = torch.stack([torch.arange(40.0), torch.full((40,), 99.0)], 1).bfloat16()[:, 0]
-        for bias in (column, column[:1].expand(40), torch.arange(41.0).bfloat16()[1:]):
-            y, want = (
-                ops.all_gather_gemm(x, w, bias=bias, epilogue_bias=True, backend=name) for name in ("twin", "reference")
-            )
-            assert torch.equal(y, want)
-
-
-@on_ranks("world2")
 def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
     """Ranks agree on shapes, not on addresses: all must run the same kernel, for these two send other things."""
     use_tma(True)
-    group, stock, backend = dist.group.WORLD, ReferenceBackend(), twin()
+    group, backend = dist.group.WORLD, twin()
     chosen = []
     tma = OperatorCall.uses_tma.fget
     with pytest.MonkeyPatch.context() as patch:
@@ -121,12 +74,11 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
                 x, w = shifted(x), shifted(w)
                 assert x.data_ptr() % 16 == w.data_ptr() % 16 == 2
             y, seen = OperatorCall("all_gather_gemm", x, w, group).run(backend)
-            want, want_gathered = OperatorCall("all_gather_gemm", x, w, group).run(stock)
-            assert torch.equal(y, want)
-            assert torch.equal(seen, want_gathered)
+            want = gathered(x)
+            assert torch.equal(seen, want)
+            assert torch.equal(y, (want.float() @ w.float().t()).bfloat16())
             z = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
-            want = OperatorCall("gemm_reduce_scatter", x.float(), w.float(), group).run(stock).wait()
-            assert torch.equal(z, want.bfloat16())
+            assert torch.equal(z, summed(x.float() @ w.float().t()).chunk(2)[group.rank()].bfloat16())
     assert chosen
     assert all(chosen)
 
@@ -134,28 +86,14 @@ def test_ranks_run_the_same_kernel_wherever_their_operands_lie() -> None:
 @on_ranks("world2")
 def test_graphs_may_be_replayed_in_any_order() -> None:
     """Graphs of one, two and three calls, one after the other and again, with calls outside of them in between."""
-    backend, group = twin(), dist.group.WORLD
-    rng = random.Random(dist.get_rank())
-    operands = [(integers(32, 32, torch.float16), integers(32, 32, torch.float16)) for _ in range(3)]
-    wants = []
-    for x, w in operands:
-        full = gathered(x, group)
-        mine = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
-        wants.append((full, full.float() @ w.float().t(), summed(x.float() @ w.float().t())[mine]))
+    backend, rng = twin(), random.Random(dist.get_rank())
+    made = [call_of(backend, operator) for operator in ("all_gather_gemm", "gemm_reduce_scatter", "all_gather_gemm")]
 
     def calls(count: int) -> None:
-        for i in range(count):
-            x, w = operands[i]
-            full, y, z = wants[i]
-            if i % 2 == 0:
-                found, seen = OperatorCall("all_gather_gemm", x, w, group).run(backend)
-                if rng.random() < 0.3:
-                    time.sleep(0.05)
-                assert torch.equal(seen, full)
-                assert torch.equal(found.float(), y)
-            else:
-                part = OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait()
-                assert torch.equal(part.float(), z)
+        for call in made[:count]:
+            if rng.random() < 0.2:
+                time.sleep(0.05)
+            right(call)
 
     entered: list[int] = []
     once = slab._synchronise
@@ -163,8 +101,6 @@ def test_graphs_may_be_replayed_in_any_order() -> None:
         for plan in PLANS.values():
             backend.config = plan
             for number, count in enumerate((3, 1, 1, 2, 3, 1)):
-                if rng.random() < 0.3:
-                    time.sleep(0.05)
                 with one_capture(number):
                     calls(count)
                 if number % 3 == 2:
@@ -246,9 +182,9 @@ def test_a_gather_begins_and_ends_in_one_capture() -> None:
 @on_ranks("world2")
 def test_epochs_may_wrap() -> None:
     backend = twin(KernelConfig(**TINY))
-    compare(backend, 16, 32, 32, torch.float16, False)
+    round_of_calls(backend, dist.group.WORLD)
     with captured_calls():
-        compare(backend, 16, 32, 32, torch.float16, False)
+        round_of_calls(backend, dist.group.WORLD)
     dist.barrier()
     top = 2**31 - 3
     for work in group_state.state_of(dist.group.WORLD).slabs.values():
@@ -256,9 +192,9 @@ def test_epochs_may_wrap() -> None:
         work.epochs.fill_(top)
     dist.barrier()
     for _ in range(4):
-        compare(backend, 16, 32, 32, torch.float16, False)
+        round_of_calls(backend, dist.group.WORLD)
         with captured_calls():
-            compare(backend, 16, 32, 32, torch.float16, False)
+            round_of_calls(backend, dist.group.WORLD)
     captured = {
         name: work for (name, captured), work in group_state.state_of(dist.group.WORLD).slabs.items() if captured
     }
@@ -268,21 +204,234 @@ def test_epochs_may_wrap() -> None:
     group_state.drop_slabs()
 
 
+OPERATORS = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+LATE = 0.5  # seconds
+MESSAGE = "the compiler is out of registers"
+
+Call = tuple[Callable[[], torch.Tensor], torch.Tensor]
+"""Makes a call, and what it must return."""
+
+
+@contextmanager
+def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
+    """The backend on new workspaces, whose waits are bounded by so many seconds."""
+    with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S=str(seconds)):
+        group_state.drop_slabs()
+        yield twin(plan)
+        dist.barrier()
+        group_state.drop_slabs()
+
+
+def call_of(backend: Any, operator: str, rows: int = 32, group: dist.ProcessGroup | None = None) -> Call:
+    """A call of ``operator`` with new operands, whose result is exact."""
+    group = group or dist.group.WORLD
+    x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
+    if operator == "gemm_reduce_scatter":
+        want = summed(x.float() @ w.float().t()).chunk(group.size())[group.rank()].half()
+        return lambda: OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait(), want
+    whole = gathered(x)
+    if operator == "all_gather":
+        return lambda: OperatorCall("all_gather", x, None, group).run(backend).wait().clone(), whole
+    return lambda: OperatorCall("all_gather_gemm", x, w, group).run(backend)[0], (whole.float() @ w.float().t()).half()
+
+
+def right(call: Call, *, late: bool = False) -> None:
+    run, want = call
+    if late and dist.get_rank() == 1:
+        time.sleep(LATE)
+    assert torch.equal(run(), want)
+
+
+@contextmanager
+def no_compiler(error: type[BaseException] = RuntimeError) -> Iterator[None]:
+    """Kernels of this rank cannot be compiled."""
+    from megatron_flux.kernels import launch
+
+    with mock.patch.object(launch, "by_triton", side_effect=error(MESSAGE)):
+        yield
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(OperatorError) as caught:
+        call()
+    return str(caught.value)
+
+
 @on_ranks("world2")
-def test_timeout_names_operator_rank_peer_tile_and_epoch() -> None:
-    before, group = watch.timeouts(), dist.group.WORLD
-    group_state.drop_slabs()
-    with mock.patch.dict(os.environ, MEGATRON_FLUX_TIMEOUT_S="1"):
-        x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
-        call, backend = OperatorCall("gemm_reduce_scatter", x, w, group), twin(KernelConfig(**TINY))
-        call.run(backend)
-        if group.rank() == 0:
-            with pytest.raises(OperatorError) as caught:
-                call.run(backend)
-            for part in ("rank 0", call.operator, "peer rank 1", "tile 0", "epoch 2", "MEGATRON_FLUX_TIMEOUT_S"):
-                assert part in str(caught.value)
-            assert watch.timeouts() == before + 1
-            group_state.state_of(group).slab("gemm", 1, x.device, False).alarm.message()  # said again, counted once
-            assert watch.timeouts() == before + 1
-    group_state.drop_slabs()
+def test_a_wait_lasts_as_long_as_the_groups_own() -> None:
+    """Seconds that waits of two groups may last, and of one that is told by the variable."""
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
+    cpu = torch.device("cpu")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MEGATRON_FLUX_TIMEOUT_S", None)
+        found = [watch.Alarm(group, cpu).limit for group in (dist.group.WORLD, short)]
+        os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "4"
+        found.append(watch.Alarm(short, cpu).limit)
+    dist.destroy_process_group(short)
+    assert [limit / 1e9 for limit in found] == [COLLECTIVE_TIMEOUT, 33.0, 4.0]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks("world2")
+def test_a_call_broken_off_is_the_last_on_its_workspace(operator: str) -> None:
+    """The next call is told, and it goes on with new workspaces. Ctrl-C is no ``Exception``."""
+    error = KeyboardInterrupt if operator == "gemm_reduce_scatter" else RuntimeError
+    with fresh(HALVES, 20) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        run, _ = call_of(backend, operator)
+        with no_compiler(error), pytest.raises(error, match=MESSAGE):
+            run()
+        run, _ = call_of(backend, operator)
+        if dist.get_rank() == 1:
+            time.sleep(LATE)
+        said = refusal(run)
+        assert refusal(run) == said  # as long as it is called
+        other = "all_gather" if operator != "all_gather" else "gemm_reduce_scatter"
+        right(call_of(backend, other))  # on another workspace
+        backend.renew(dist.group.WORLD)
+        for late in (True, False):
+            right(call_of(backend, operator), late=late)
+    rank = dist.get_rank()
+    for part in (f"rank {rank} (tp rank {rank} of 2)", operator, error.__name__, MESSAGE, "start the job again"):
+        assert part in said, said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks("world2")
+def test_peers_of_a_call_broken_off_read_nothing_stale(operator: str) -> None:
+    """Every result that a rank gets is right; sooner or later each is refused one."""
+    with fresh(HALVES, 1) as backend:
+        for _ in range(2):
+            right(call_of(backend, operator))
+        calls = [call_of(backend, operator) for _ in range(3)]
+        failing = dist.get_rank() == 1
+        if failing:
+            with no_compiler(), pytest.raises(RuntimeError, match=MESSAGE):
+                calls[0][0]()
+            assert MESSAGE in refusal(calls[1][0])
+            return
+        time.sleep(LATE)
+        with suppress(OperatorError):
+            for run, want in calls:
+                assert torch.equal(run(), want)
+            pytest.fail("three calls without the other rank")
+        waiting = refusal(calls[2][0])
+        assert f"{operator} timed out" in waiting
+        assert "peer rank 1" in waiting
+
+
+@on_ranks("world2")
+def test_an_exception_inside_a_capture_ends_with_it() -> None:
+    """Nothing of a capture has run: when it has failed, the next one and eager calls begin as if it had not been."""
+    with fresh(HALVES, 20) as backend:
+        for operator in OPERATORS:
+            with captured_calls():
+                right(call_of(backend, operator))
+            run, _ = call_of(backend, operator)
+            with ExitStack() as nothing_runs:
+                nothing_runs.enter_context(one_capture(1))
+                nothing_runs.enter_context(mock.patch.object(slab, "_synchronise"))
+                nothing_runs.enter_context(mock.patch.object(copy_engine.Push, "send"))
+                nothing_runs.enter_context(no_compiler())
+                with pytest.raises(RuntimeError, match=MESSAGE):
+                    run()
+            with one_capture(2):
+                right(call_of(backend, operator), late=True)
+            with captured_calls():
+                right(call_of(backend, operator))
+
+
+def backend_over(way: str) -> Any:
+    os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "2"
+    drop_slabs()
+    if way == "fused":
+        return twin(KernelConfig(**TINY))
+    use(way, dist.group.WORLD)
+    return get_backend("chunked")
+
+
+def make_call(by: Any, m: int, k: int) -> Any:
+    x, w = torch.ones(m, k, dtype=torch.float16), torch.ones(32, k, dtype=torch.float16)
+    return OperatorCall("all_gather_gemm", x, w, dist.group.WORLD).run(by)
+
+
+def rank_differs(way: str) -> str:
+    by, rank = backend_over(way), dist.get_rank()
+    for _ in range(2):
+        make_call(by, 16, 32)
+        make_call(by, 32, 16)
     dist.barrier()
+    time.sleep(0.5 * rank)
+    try:
+        y, _ = make_call(by, *((16, 32), (32, 16))[rank])
+    except OperatorError as error:
+        with pytest.raises(OperatorError) as again:
+            make_call(by, 16, 32)
+        raise AssertionError(f"{error} THEN {again.value}") from None
+    return f"numbers: {y.flatten()[:3]}"
+
+
+@pytest.mark.parametrize("way", ["fused", "host memory", "peers' memory"])
+def test_ranks_that_make_different_calls_of_equal_size(world2: WorkerPool, way: str) -> None:
+    first, second = world2.outcomes(rank_differs, way)
+    assert second.value is None, second.value
+    said = (
+        "rank 1 (tp rank 1 of 2) makes all_gather_gemm m=64 n=32 k=16 dtype=torch.float16 transposed=False, and peer "
+        "rank 0 (tp rank 0) all_gather_gemm m=32 n=32 k=32 dtype=torch.float16 transposed=False, as the group's call "
+    )
+    assert said in (second.error or ""), second.error
+    assert "THEN rank 1 (tp rank 1 of 2): a call of all_gather_gemm was broken off here" in (second.error or "")
+    assert first.value is None, first.value
+
+
+@pytest.mark.parametrize("way", ["fused", "host memory"])
+@on_ranks("world2")
+def test_a_call_that_is_made_again_is_counted_once(way: str) -> None:
+    by, group = backend_over(way), dist.group.WORLD
+    make_call(by, 16, 32)
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory, for a test"))
+    if dist.get_rank() == 0:
+        with mock.patch.object(torch.Tensor, "new_empty", no_memory), mock.patch.object(torch, "empty", no_memory):
+            for _ in range(3):
+                with pytest.raises(torch.OutOfMemoryError):
+                    make_call(by, 16, 32)
+    for _ in range(3):
+        make_call(by, 16, 32)
+    numbers = [None, None]
+    dist.all_gather_object(numbers, state_of(group).table.number)  # type: ignore[union-attr]
+    assert numbers[0] == numbers[1]
+    state_of(group).transports.clear()
+    drop_slabs()
+
+
+@on_ranks("world2")
+def test_ever_other_m_cost_no_word_between_ranks() -> None:
+    by, asked, of_all_ranks = backend_over("fused"), [], calls.of_all_ranks
+
+    def noted(mine: Any, group: Any, about: str) -> Any:
+        asked.append(about)
+        return of_all_ranks(mine, group, about)
+
+    with mock.patch.object(calls, "of_all_ranks", noted):
+        for m in range(2, 42, 2):
+            make_call(by, m, 48)  # of no other test
+    assert asked == ["comparing calls"] * calls.COMPARED_M
+    del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
+
+
+@on_ranks("world2")
+def test_another_m_than_the_peers_is_seen_without_a_word() -> None:
+    by, rank = backend_over("fused"), dist.get_rank()
+    for m in range(2, 42, 2):
+        make_call(by, m, 80)
+    dist.barrier()
+    time.sleep(0.5 * rank)
+    with pytest.raises(OperatorError) as caught:
+        make_call(by, (44, 46)[rank], 80)
+    dist.barrier()
+    drop_slabs()  # for the tests behind this one
+    del os.environ["MEGATRON_FLUX_TIMEOUT_S"]
+    second = ("makes all_gather_gemm m=92 n=32 k=80", "a call that this rank has never made, as the group's call")
+    assert all(words in str(caught.value) for words in (("timed out",), second)[rank])

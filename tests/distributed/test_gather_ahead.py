@@ -1,6 +1,7 @@
 """The order of what layers run: gathers of a column-parallel layer's input ahead of its backward, wgrad beside sums."""
 
 import contextlib
+import functools
 import gc
 import time
 import weakref
@@ -149,24 +150,15 @@ def test_hooks_on_saved_tensors() -> None:
     unpacked: list[int] = []
 
     def packing(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
-        def unpack(packed: torch.Tensor) -> torch.Tensor:
-            unpacked.append(1)
-            return packed
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(1) or t):
             return forward(x, gather_ahead)
 
-    def checkpointed(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(forward, x, gather_ahead, use_reentrant=False)
-
-    def reentrant(forward: Any, x: torch.Tensor, gather_ahead: bool) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(forward, x, gather_ahead, use_reentrant=True)
-
-    for wrap in (packing, checkpointed, reentrant):
-        require_equal(blocks.results(True, wrap), plain)
+    for reentrant in (False, True):
+        again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+        require_equal(blocks.results(True, again), plain)
+    require_equal(blocks.results(True, packing), plain)
     assert len(unpacked) == 2 * 2 * (2 + 1 + 2)  # of two micro-batches' two blocks: x and weight, tanh, x and weight
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        hidden = blocks.column(blocks.input(), 0)
+    packing(lambda x, _: blocks.column(x, 0), blocks.input(), True)
     assert prefetch.take(dist.group.WORLD) is None
     hidden = blocks.column(blocks.input(), 0)
     assert prefetch.take(dist.group.WORLD) is not None
@@ -188,19 +180,14 @@ def test_half_a_graph() -> None:
         backward(hidden.sum(), blocks.row(between, 1).square().sum())
         return [x.grad, *(weight.main_grad.clone() for weight in blocks.weights[:2])]
 
-    def column_first(column: torch.Tensor, row: torch.Tensor) -> None:
-        column.backward()
-        row.backward()
+    def in_order(*which: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def backward(*sums: torch.Tensor) -> None:
+            for i in which:
+                sums[i].backward(retain_graph=True)
 
-    def row_first(column: torch.Tensor, row: torch.Tensor) -> None:
-        row.backward()
-        column.backward()
+        return backward
 
-    def twice(_: torch.Tensor, row: torch.Tensor) -> None:
-        row.backward(retain_graph=True)
-        row.backward()
-
-    for order, cut in ((column_first, True), (row_first, True), (twice, False)):
+    for order, cut in ((in_order(0, 1), True), (in_order(1, 0), True), (in_order(1, 1), False)):
         require_equal(main_grads(order, cut, True), main_grads(order, cut, False))
 
     x = blocks.input()

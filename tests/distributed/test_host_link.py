@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux.comm import links, p2p_link, transports
-from megatron_flux.comm.group_state import state_of
+from megatron_flux.comm import p2p_link
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import EMPTY, Layout
 from megatron_flux.comm.lanes import read
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.comm.p2p_schedule import CLOSED, PeerLayout
 from megatron_flux.comm.timeouts import poison_on_error
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 from tests.distributed.pool import on_ranks
 
 CPU = torch.device("cpu")
@@ -159,35 +158,3 @@ def test_a_poisoned_link_is_replaced_and_leaves_nothing(kind: str) -> None:
         gc.collect()
     assert not files()
     dist.barrier()
-
-
-@WAYS
-@on_ranks("world2")
-def test_memory_that_one_rank_cannot_have(kind: str) -> None:
-    what = "posix_fallocate" if kind == "host" else "ftruncate"
-    full = mock.patch.object(os, what, side_effect=OSError(28, "No space left on device"))
-    if dist.get_rank() == 1:
-        full.start()
-    try:
-        with pytest.raises(UserError) as caught:
-            link(kind)
-    finally:
-        mock.patch.stopall()
-    gather(link(kind), 0, [0, 3000])
-    said = str(caught.value)
-    assert "of /dev/shm failed (tp rank 1: OSError: [Errno 28] No space left on device): 2 ranks need" in said
-    assert not files()
-
-
-@on_ranks("world2")
-def test_a_group_with_peer_access_uses_it() -> None:
-    """The transport of a group of GPUs with peer access."""
-    held = state_of(dist.group.WORLD)
-    held.transports.clear()
-    before = held.slab_bytes()
-    with mock.patch.object(links, "probe", return_value=links.Link("p2p", "")):
-        at = transports.transport_of(dist.group.WORLD, CPU)
-    gather(at, 0, [0, 3000])
-    device_bytes = held.slab_bytes() - before
-    held.transports.clear()
-    assert (at.kind, device_bytes) == ("p2p", at.device_bytes)

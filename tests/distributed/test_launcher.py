@@ -50,7 +50,6 @@ def launch(python: str, *arguments: str) -> tuple[int, str]:
     [
         ("refuse", "UserError three is not even"),
         ("fail", "FluxError rank 1 failed: RuntimeError: broke (exit code 1); the rest is in the attic"),
-        ("end", "FluxError rank 1 failed: EOFError (exit code 1); the rest is in the attic"),
         ("die", "FluxError rank 1 was killed by SIGKILL (exit code -9); the rest is in the attic"),
     ],
 )

@@ -63,38 +63,20 @@ def liger_cross_entropy() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def counted_reductions() -> Iterator[list[torch.Size]]:
-    """The shapes that torch.distributed.all_reduce is called with."""
-    shapes: list[torch.Size] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tensor.shape)
-        return all_reduce(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", counting):
-        yield shapes
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks("world2")
 def test_the_cross_entropy_behind_a_fused_output_layer(sequence_parallel: bool) -> None:
-    """Its all-reduces, of a number for each token, are stock's: flux replaces linears alone."""
     with megatron(dist.get_world_size()):
         model = gpt_model("llama", sequence_parallel=sequence_parallel, cross_entropy_loss_fusion=True)
         stock = step(model)["loss"]
-        with liger_cross_entropy(), counted_reductions() as shapes:
+        with liger_cross_entropy():
             expected = step(model)
             with flux(STRICT):
                 require_equal(step(model), expected)
                 layers = report(model)["layers"]
         assert expected.keys() == {"loss", *(name for name, _ in model.named_parameters())}
-        losses = expected["loss"]
-        require_close("loss", losses, stock, TOLERANCE)
+        require_close("loss", expected["loss"], stock, TOLERANCE)
         assert set(layers.values()) == {"flux"}
-        per_token = [shape for shape in shapes if shape.numel() == losses.numel()]
-        assert len(per_token) == 2 * 3, shapes  # stock's and flux's: the largest logit, the sum, and the label's
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

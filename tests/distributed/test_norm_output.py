@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -122,48 +121,21 @@ def test_stock_drops_the_gradient_of_a_gathered_output() -> None:
         assert seen.fallbacks == {"TE norm column: chosen with set_backend": 2}
 
 
-@pytest.mark.parametrize("reads", ["result", "norm output"])
 @pytest.mark.parametrize("returned", ["gathered", "local"])
 @on_ranks("te_world2")
-def test_one_of_both_is_read(reads: str, returned: str) -> None:
-    """``dx`` where only the result, or only the norm's output, is read; calls."""
+def test_the_result_alone_is_read(returned: str) -> None:
     lora = Lora(dtype=FP32, returned=returned)
-    read = {"result": 0, "norm output": 1}[reads]
-    found, gathered = [], lora.returned == "gathered"
+    found = []
     with te_megatron(dist.get_world_size()):
         for patch in (contextlib.nullcontext(), flux(STRICT)):
-            right = replace(lora, returned="local")
             with patch as seen:
-                model = Adapted(lora if seen is not None else right)
+                model = Adapted(lora if seen is not None else replace(lora, returned="local"))
                 x = of_this_rank("dx", input_of(lora, 0), lora).clone().requires_grad_()
-                out = model.layer(x)[0][read]
-                dout = input_of(lora, 1) if read else torch.ones_like(out)
-                if read and not (gathered and seen is not None):
-                    dout = of_this_rank("dx", dout, lora)
-                elif read:
-                    dout = dout / dist.get_world_size()  # each rank's part of the sum
-                out.backward(dout)
+                out = model.layer(x)[0][0]
+                out.backward(torch.ones_like(out))
                 found.append(x.grad)
-    error = (found[1] - found[0]).norm() / found[0].norm()
-    assert error < 1e-5
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
     assert seen.calls == {"all_gather_gemm/reference": 1, "gemm_reduce_scatter/reference": 1}
-
-
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("returned", ["gathered", "local"])
-@on_ranks("te_world2")
-def test_no_grad(returned: str, skip: bool) -> None:
-    lora = Lora(dtype=FP32, returned=returned, bias=True, skip_bias_add=skip)
-    with te_megatron(dist.get_world_size()), torch.no_grad():
-        model, x = Adapted(lora), of_this_rank("dx", input_of(lora, 0), lora)
-        stock = model.layer(x)
-        with flux(STRICT):
-            ours = model.layer(x)
-        assert len(ours) == len(stock) == (3 if lora.skip_bias_add else 2)
-        outputs: list[tuple[Any, ...]] = [(r[0], r[2]) if len(r) == 3 else r[0] for r in (stock, ours)]
-        for expected, found in zip(*outputs, strict=True):
-            assert found.shape == expected.shape
-            assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("returned", ["gathered", "local"])

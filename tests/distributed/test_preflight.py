@@ -87,7 +87,6 @@ BROKEN = r"host memory \d+\.\d+ GB/s a rank, peers' memory failed or took more t
     ("fault", "link", "said"),
     [
         ("p2p slow 3", "host", MEASURED),  # the slowest rank of all nodes counts
-        ("p2p missing all", "host", r"host memory .*, peers' memory 0\.00 GB/s a rank \(it has no memory\)"),
         ("host missing 23", "p2p", r"host memory 0\.00 GB/s a rank \(it has no memory\), peers' memory .* a rank"),
         ("both missing all", "none", r"host .* \(it has no memory\), peers' .* \(it has no memory\)"),
         ("p2p wrong 3", "host", BROKEN),

@@ -24,7 +24,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial, TrialPlan
-from tests.distributed import test_chunked
+from tests.distributed import test_ops
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_keep_gathered import Block, gathered_bytes, held, one_input, require_equal
 from tests.distributed.twins import NEEDS_TRITON, TINY, one_capture, registered
@@ -84,17 +84,17 @@ def test_workspaces_of_all_groups_come_back() -> None:
 def test_slots_in_peers_memory_come_back() -> None:
     start_anew()
     group: Any = dist.group.WORLD
-    sizes = "chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0
+    sizes = "chunked", group, 0, (8,), 16, 16, torch.float32, False
     try:
         for _ in range(2):
-            test_chunked.use("peers' memory", group)
-            test_chunked.calls(*sizes)
+            test_ops.use("peers' memory", group)
+            test_ops.calls(*sizes)
             link = weakref.ref(state_of(group).transports[CPU])
             size = slab_bytes()
             assert megatron_flux.release() == size > 0
             assert slab_bytes() == 0
             assert link() is None, "something holds the transport"
-        test_chunked.calls(*sizes)  # over the one that a CPU has by itself
+        test_ops.calls(*sizes)  # over the one that a CPU has by itself
         by_host = state_of(group).transports[CPU]
         assert by_host.kind == "host"
         megatron_flux.release()
@@ -173,7 +173,7 @@ def test_all_ranks_refuse_and_free_nothing(why: str) -> None:
             open_call = ops.all_gather(x, group, backend="twin")
             expected = f"rank 0: {GATHER}; rank 1: {GATHER}"
         else:
-            test_chunked.use("peers' memory", group)
+            test_ops.use("peers' memory", group)
             open_call = ops.all_gather(x, group, backend="chunked")
             expected = "rank 0: a call through peers' memory was begun and not waited for"
         size = slab_bytes()
@@ -200,9 +200,9 @@ def use_all(group: dist.ProcessGroup) -> None:
         ops.all_gather(x.half(), group, backend="twin")
     assert torch.equal(ops.gemm_all_reduce(x, w, group), torch.full((16, 32), 32.0 * group.size()))
     made = {}
-    for way in test_chunked.WAYS:
-        test_chunked.use(way, group)
-        test_chunked.calls("chunked", group, 0, (8,), 16, 16, torch.float32, False, 0.0)
+    for way in test_ops.WAYS:
+        test_ops.use(way, group)
+        test_ops.calls("chunked", group, 0, (8,), 16, 16, torch.float32, False)
         made[way] = state.transports[CPU]
     state.transports |= made  # type: ignore[arg-type]
     call = OperatorCall("gemm_reduce_scatter", whole.half(), w.half(), group)

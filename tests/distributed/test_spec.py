@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megatron_flux
@@ -114,17 +113,8 @@ def check_model(family: str, *, te: bool, sequence_parallel: bool) -> None:
 
 
 def require_checkpoints_alike(ours: Any, model: Any) -> None:
-    """Both ways: the same keys, shapes and shards, and each loads what the other has saved."""
-    for one, other in ((ours, model), (model, ours)):
-        state = {name: copy.deepcopy(value) for name, value in other.state_dict().items()}
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value += 1
-        before = copy.deepcopy(one.state_dict())
-        one.load_state_dict(state)
-        for name, value in one.state_dict().items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(value, state[name]), name
-        one.load_state_dict(before)
+    """The same keys, shapes and shards."""
+    assert list(ours.state_dict()) == list(model.state_dict())
     shards = [one.sharded_state_dict() for one in (ours, model)]
     assert shards[0].keys() == shards[1].keys()
     for name, shard in shards[0].items():
@@ -207,14 +197,10 @@ def test_a_provider() -> None:
 
     with megatron(tp=dist.get_world_size()), process():
         provider = megatron_flux.spec_provider(LocalSpecProvider(), CONFIG)
-        assert isinstance(provider, LocalSpecProvider)
         column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
-        assert issubclass(column, ColumnParallelLinear)
-        assert issubclass(row, RowParallelLinear)
         assert (column.__name__, row.__name__) == ("ColumnParallelLinear", "RowParallelLinear")
         assert column is megatron_flux.flux_spec(ColumnParallelLinear)
-        assert provider.layer_norm() is LocalSpecProvider().layer_norm()
-        assert provider.column_parallel_layer_norm_linear() is None
+        assert issubclass(row, RowParallelLinear)
         made = [get_mlp_module_spec_for_backend(backend=provider, num_experts=n) for n in (None, 4)]
         expected = [get_mlp_module_spec_for_backend(backend=LocalSpecProvider(), num_experts=n) for n in (None, 4)]
         assert plain(made) != plain(expected)
@@ -226,11 +212,8 @@ def test_a_provider() -> None:
         ):
             assert plain(whole.submodules.mlp) == plain(made[0])
             assert whole.submodules.self_attention.submodules.linear_qkv is column
-        submodules = submodules_of(expected[0])
-        for func in (dict, MLP.build):  # a builder of megatron-core from 0.20 on
-            builder = megatron_flux.flux_spec(partial(func, submodules=submodules))
-            assert builder.func == func
-            assert builder.keywords == {"submodules": submodules_of(made[0])}
+        builder = megatron_flux.flux_spec(partial(MLP.build, submodules=submodules_of(expected[0])))  # from 0.20 on
+        assert (builder.func, builder.keywords) == (MLP.build, {"submodules": submodules_of(made[0])})
 
 
 @on_ranks("world2")
@@ -260,20 +243,13 @@ def test_classes_that_megatron_core_compares_are_left_to_it() -> None:
 @te_stand_in.needed
 @on_ranks("te_world2")
 def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
-    from megatron.core.extensions.transformer_engine import TEFusedMLP
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-
-    class Built(TEFusedMLP):
-        @classmethod
-        def build(cls, **_: Any) -> None: ...
 
     with te_megatron(dist.get_world_size()), process():
         provider = megatron_flux.spec_provider(config=FluxConfig(strict=True))
         mlp = get_mlp_module_spec_for_backend(backend=provider, use_te_op_fuser=True)
         with pytest.raises(FallbackError, match="TEFusedMLP: its own forward runs"):
             megatron_flux.flux_spec(mlp)
-        with pytest.raises(FallbackError, match="Built: its own forward runs"):
-            megatron_flux.flux_spec(partial(Built.build, submodules=submodules_of(mlp)))
         assert megatron_flux.flux_spec(mlp, CONFIG) is mlp
 
 

@@ -1,8 +1,11 @@
-"""Layers that the patch leaves to stock megatron-core: same results as unpatched, the reason counted, strict raises."""
+"""Layers between flux and stock: sequence parallelism that is toggled, stock beside flux, and the deferred wgrad of the
+output layer (``defer_embedding_wgrad_compute``).
+"""
 
-import re
-from collections.abc import Callable
+import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import torch.distributed as dist
 
 from megatron_flux import FallbackError, FluxConfig, set_backend
 from megatron_flux.layers import prefetch
-from tests.distributed.data import integers, require_close
+from megatron_flux.layers.backward import accumulate
+from megatron_flux.train.shims import gradient_accumulation_fusion
+from tests.distributed.data import integers, require_close, require_equal
 from tests.distributed.megatron_world import flux, megatron, model_config
 from tests.distributed.pool import on_ranks
 
@@ -20,7 +25,7 @@ S, B, IN, OUT = 4, 2, 8, 12
 def make(kind: str, config: Any, **options: Any) -> torch.nn.Module:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    cls = options.pop("cls", None) or {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
+    cls = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
     common = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True}
     if kind == "row":
         common["input_is_parallel"] = True
@@ -39,57 +44,8 @@ def results(layer: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-def stock_either_way(kind: str, layer: torch.nn.Module, width: int, reason: str) -> None:
-    """The layer gives stock's results under the patch, counts them under ``reason``, and is refused when strict."""
-    x = integers(S, B, width, seed=3 + dist.get_rank(), dtype=layer.weight.dtype)
-    stock = results(layer, x)
-    with flux() as seen:
-        ours = results(layer, x)
-    assert seen.fallbacks == {f"{kind}: {reason}": 1}
-    assert (seen.active_layers, seen.calls) == (0, {})
-    for one, other in zip(ours, stock, strict=True):
-        require_close(reason, one, other, 0)
-    with flux(FluxConfig(strict=True)), pytest.raises(FallbackError, match=re.escape(reason)):
-        layer(x)
-
-
 def width_of(kind: str) -> int:
     return IN if kind == "column" else IN // dist.get_world_size()
-
-
-def doubled() -> type:
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
-    class Doubled(RowParallelLinear):
-        def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return 2 * super()._forward_impl(input, weight, *args, **kwargs)
-
-    return Doubled
-
-
-def frozen_with_a_bias() -> torch.nn.Module:
-    layer = make("column", model_config(), bias=True, skip_bias_add=False)
-    layer.weight.requires_grad_(False)
-    return layer
-
-
-STOCK: dict[str, tuple[str, str, Callable[[], torch.nn.Module]]] = {
-    "expert": (
-        "column",
-        "expert layer with explicit communication",
-        lambda: make("column", model_config(), is_expert=True),
-    ),
-    "frozen weight": ("column", "trainable bias on a frozen weight", frozen_with_a_bias),
-    "subclass": ("row", "Doubled overrides _forward_impl", lambda: make("row", model_config(), cls=doubled())),
-}
-
-
-@pytest.mark.parametrize("name", list(STOCK))
-@on_ranks("world2")
-def test_a_layer_runs_stock(name: str) -> None:
-    kind, reason, made = STOCK[name]
-    with megatron(tp=dist.get_world_size()):
-        stock_either_way(kind, made(), width_of(kind), reason)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -138,3 +94,74 @@ def test_a_stock_layer_ends_a_prefetch(kind: str, chosen: bool) -> None:
             held.append(between(other))
             assert prefetch.take(column.tp_group) is None
         assert list(seen.fallbacks.values()) == [1]
+
+
+STRICT = FluxConfig(strict=True, backend="reference")
+MICRO_BATCHES = 4
+
+
+def output_layer(limit: int, **options: Any) -> Any:
+    config = model_config(**options)
+    # The configuration allows this only with pipeline stages and Apex; the layer reads it at call time.
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, limit
+    layer = make("column", config, embedding_activation_buffer=[], grad_output_buffer=[])
+    layer.config.gradient_accumulation_fusion = layer.gradient_accumulation_fusion = True
+    layer.weight.main_grad = torch.full(layer.weight.shape, 7.0)
+    layer.weight.grad_added_to_main_grad = False
+    return layer
+
+
+def train(layer: Any) -> dict[str, torch.Tensor]:
+    """All forwards, all backwards, then what Megatron does behind the pipeline."""
+    from megatron.core.utils import drain_embedding_wgrad_compute
+
+    rows = S if layer.sequence_parallel else S * dist.get_world_size()
+    ranks_rows = dist.get_rank() if layer.sequence_parallel else 0
+    found = {}
+    inputs = [integers(rows, B, IN, seed=10 * i + ranks_rows).requires_grad_() for i in range(MICRO_BATCHES)]
+    results = [layer(x)[0] for x in inputs]
+    for i, (x, y) in enumerate(zip(inputs, results, strict=True)):
+        y.backward(integers(*y.shape, seed=80 + 10 * i + dist.get_rank()))
+        found |= {f"y{i}": y.detach(), f"dx{i}": x.grad}
+    assert layer.weight.grad_added_to_main_grad
+    assert layer.weight.grad is not None, "no hook of data parallelism runs"
+    found["in backward"] = layer.weight.main_grad.clone()
+    found |= {f"dy{i}": dy for i, dy in enumerate(layer.grad_output_buffer)}
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, dy, main_grad: accumulate(main_grad, dy, x))
+    with mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": kernels}):
+        drain_embedding_wgrad_compute(
+            layer.config, layer.embedding_activation_buffer, layer.grad_output_buffer, layer.weight, layer.tp_group
+        )
+    return found | {"main_grad": layer.weight.main_grad}
+
+
+@pytest.mark.parametrize(("limit", "sequence_parallel"), [(0, True), (2, True), (0, False), (3, False)])
+@on_ranks("world2")
+def test_dy_is_left_for_megatron(limit: int, sequence_parallel: bool) -> None:
+    """Beyond the limit backward computes wgrad, and only then gathers its input."""
+    options = {"sequence_parallel": sequence_parallel}
+    with megatron(tp=dist.get_world_size()), gradient_accumulation_fusion():
+        stock = train(output_layer(limit, **options))
+        with flux(STRICT) as seen:
+            ours = train(output_layer(limit, **options))
+    assert sum(name[:2] == "dy" for name in stock) == (limit or MICRO_BATCHES)
+    assert (stock["in backward"] == 7).all() == (limit == 0)
+    require_equal(ours, stock)
+    assert seen.fallbacks == {}
+    operators = ["all_gather_gemm", "gemm_reduce_scatter"] if sequence_parallel else ["gemm_all_reduce"]
+    calls = {f"{name}/reference": MICRO_BATCHES for name in operators}
+    if limit and sequence_parallel:
+        calls["all_gather/reference"] = MICRO_BATCHES - limit
+    assert seen.calls == calls
+
+
+@on_ranks("world2")
+def test_nowhere_to_add_it() -> None:
+    """Stock's own error, since what is taken away is what Megatron adds to."""
+    with megatron(tp=dist.get_world_size()), flux(STRICT):
+        layer, x = output_layer(0), integers(S, B, IN, seed=3)
+        with torch.no_grad():
+            layer(x)
+        del layer.weight.main_grad
+        with pytest.raises(FallbackError, match="without main_grad"):
+            layer(x)

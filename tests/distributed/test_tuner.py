@@ -1,7 +1,9 @@
 """The tuner on two real ranks without GPUs: a file that cannot be used, candidates that fail, ranks that disagree."""
 
+import contextlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,24 +13,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flux import FluxConfig
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
-from megatron_flux.comm.group_state import drop_slabs
 from megatron_flux.comm.links import Link
 from megatron_flux.ops.backend import BackendPlan, Plan
-from megatron_flux.ops.backends.fused import FusedBackend
+from megatron_flux.ops.backends import registry
+from megatron_flux.ops.backends.chunked import ChunkedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Pair, quantized
 from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import cache as tuner_cache
-from megatron_flux.ops.tuner import candidates, shipped, trial, tuner
-from megatron_flux.ops.tuner.cache import Entry
+from megatron_flux.ops.tuner import candidates, keys, shipped, trial, tuner
+from megatron_flux.ops.tuner.cache import Entry, load
 from megatron_flux.ops.tuner.candidates import Backends
 from megatron_flux.ops.tuner.keys import key_of
+from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, megatron
 from tests.distributed.pool import RankError, WorkerPool, on_ranks
-from tests.distributed.twins import NEEDS_TRITON, turns_take
+from tests.distributed.twins import turns_take
 
 SHAPE = (8, 6, 4)
 PLANS = (KernelConfig(), KernelConfig(reducers=7))
@@ -142,25 +146,6 @@ def test_fp8_is_decided_by_how_it_is_scaled_and_added_up(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-@NEEDS_TRITON
-@on_ranks("world2")
-def test_sums_of_fp8_are_tuned_by_themselves_and_beside_wgrad(tmp_path: Path) -> None:
-    """Operators as keys have them, and whether a candidate has the own GEMM, which takes no FP8."""
-    group, (m, n, k) = dist.group.WORLD, SHAPE
-    pair = Fp8Pair(quantized(torch.ones(m, k), "tensor"), quantized(torch.ones(n, k), "tensor"))
-    call = OperatorCall("gemm_all_reduce", pair.x.numbers, pair.weight.numbers, group, fp8=pair)
-    with without_gpus(tmp_path / "tuned.json"):
-        tuned = TunedBackend(Backends(ReferenceBackend(), FusedBackend("twin", twin=True)))
-        for beside in (False, True):
-            assert train(tuned, call._replace(async_op=beside)).eq(2 * k).all()
-        assert [key.split(" m=")[0] for key in tuned.tuner.decisions(group).entries] == [
-            "gemm_all_reduce", "gemm_all_reduce beside wgrad",
-        ]  # fmt: skip
-        assert len(trials(tuned)) == 2
-        assert not any("own_gemm" in entry.label for one in trials(tuned) for entry in one.entries)
-        drop_slabs()
-
-
 def key_of_the_call() -> str:
     """Return the key in the rank's environment."""
     with pytest.MonkeyPatch.context() as patch:
@@ -249,3 +234,84 @@ def test_a_candidate_that_fails_on_one_rank_is_an_error_on_all(world2: WorkerPoo
     for part in ("fused reducers=7", "rank 1: MemoryError: no room for the tiles", "not on the others"):
         assert words.count(part) >= 2, words
     assert not (tmp_path / "tuned.json").exists()
+
+
+FORWARD = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
+"""And the gather of x for wgrad; dgrad's calls have their weight transposed."""
+
+
+@contextlib.contextmanager
+def tuner_over_host(cache: Path) -> Iterator[Counter[str]]:
+    """Counts what the chunked backends run, as ``chunked_int8 dgrad`` and so on."""
+    ran: Counter[str] = Counter()
+
+    def counted(operator: str) -> None:
+        stock = getattr(ChunkedBackend, operator)
+
+        def run(self: ChunkedBackend, call: OperatorCall, **options: int | None) -> object:
+            ran[f"{self.name} {'dgrad' if call.transposed else operator}"] += 1
+            return stock(self, call, **options)
+
+        patch.setattr(ChunkedBackend, operator, run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for operator in FORWARD:
+            counted(operator)
+        patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(cache))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(keys, "by_chunks", lambda *_: True)
+        turns_take(lambda _, candidate: 1.0 / (candidate + 1), patch)
+        try:
+            yield ran
+        finally:
+            links.want(links.Wanted())
+
+
+@on_ranks("world2")
+def test_the_wires_of_forward_and_of_gradients(tmp_path: Path) -> None:
+    """One process, one tuner and one file for all: whatever was decided for one wire serves no other."""
+    cache = tmp_path / "tuned.json"
+    with megatron(tp=dist.get_world_size()), tuner_over_host(cache) as ran:
+        model = gpt_model("gpt3", num_layers=1)
+
+        def results(keep: bool | None = False, **given: str) -> tuple[list[torch.Tensor], Counter[str]]:
+            for _ in range(100):
+                ran.clear()
+                turns = registry._tuned.tuner.turns()
+                with flux(FluxConfig(strict=True, link="host", keep_gathered=keep, **given)):
+                    loss, gradients = loss_and_gradients(model)
+                if registry._tuned.tuner.turns() == turns:
+                    break
+            return [loss, *gradients.values()], ran.copy()
+
+        exact, ran_exact = results(backend="tuned")
+        assert {name.split()[0] for name in ran_exact} == {"chunked"}
+        for forward, dgrad in (("exact", "int8"), ("int8", "exact"), ("exact", "exact")):
+            found, seen = results(backend="tuned", wire=forward, grad_wire=dgrad)
+            names = ["chunked" if wire == "exact" else f"chunked_{wire}" for wire in (forward, dgrad)]
+            expected = {f"{names[0]} {operator}": ran_exact[f"chunked {operator}"] for operator in FORWARD}
+            assert seen == expected | {f"{names[1]} dgrad": ran_exact["chunked dgrad"]}
+            assert min(seen.values()) >= 2
+            by_name, _ = results(forward=names[0], dgrad=names[1], wgrad=names[0])
+            assert all(torch.equal(one, other) for one, other in zip(found, by_name, strict=True))
+            kept, seen = results(keep=None, backend="tuned", wire=forward, grad_wire=dgrad)
+            assert seen == {name: n for name, n in expected.items() if "all_gather" not in name.split()} | {
+                f"{names[1]} dgrad": ran_exact["chunked dgrad"]
+            }
+            assert all(torch.equal(one, other) for one, other in zip(kept, found, strict=True))
+            assert torch.equal(found[0], exact[0]) == (forward == "exact")
+            off = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+            assert (max(off) > 0) == ((forward, dgrad) != ("exact", "exact"))
+            assert max(off) < 0.04
+        # The environment says it as well, and an option is more than the environment.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEGATRON_FLUX_WIRE", "int8")
+            _, seen = results(backend="tuned", grad_wire="exact")
+            assert {name.split()[0] for name in seen if "dgrad" not in name} == {"chunked_int8"}
+            assert [name for name in seen if "dgrad" in name] == ["chunked dgrad"]
+        tuner._writer().submit(lambda: None).result()
+        dist.barrier()
+        kept = load(cache)
+        for wire, answers in {"": "chunked", " wire=int8": "chunked_int8"}.items():
+            ours = {answer["backend"] for key, answer in kept.items() if f" host{wire} | " in key}
+            assert ours == {answers}

@@ -20,7 +20,7 @@ from tests.distributed.megatron_world import flux, gpt_model, megatron, no_rando
 from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_dynamic_engine import generated, spread_logits
-from tests.distributed.test_inference_layers import Pair, check_workspaces
+from tests.distributed.test_keep_gathered import Pair, check_workspaces
 from tests.gpu.test_fused import TUNES, run_checks
 
 pytestmark = pytest.mark.gpus(2)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream, Slab
+from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, CopyStream, Slab
 
 
 class Edges(NamedTuple):
@@ -126,7 +126,7 @@ def push_of(
     rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, 1 if edges == WHOLE else 2
     pitch, epoch, copies = k * size, work.epochs.data_ptr() + 4 * half, []
     places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
-    begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + ENTER_WORDS + rank * flags
+    begin, word = half * work.half_bytes + rank * mp * pitch, half * FLAG_WORDS + DATA_WORDS + rank * flags
     for step, piece, columns in order(tp, k, edges):
         peer, offset = (rank - step) % tp, columns.start * size
         copies.append(Copy(
@@ -142,7 +142,7 @@ def push_in_place(work: Slab, half: int, mp: int, k: int) -> Push:
     of the slab here, and goes to the same columns there.
     """
     rank, tp = work.rank, work.tp
-    word, copies = half * FLAG_WORDS + ENTER_WORDS + rank, []
+    word, copies = half * FLAG_WORDS + DATA_WORDS + rank, []
     for step in range(1, tp):
         peer = (rank - step) % tp
         target = work.data[peer].data_ptr() + half * work.half_bytes + rank * mp

@@ -85,13 +85,15 @@ if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
 
 FLAG_WORDS = 1 << 17  # int32 flags per half: 1024 local tiles of 8 sources, 16 times over
-ENTER_WORDS = 64  # the first words of a half's flags: ranks that have begun a synchronised call
-START_WORDS = 32  # the first of these words that :meth:`Slab.start` uses
-CALL_FLAGS = FLAG_WORDS - ENTER_WORDS  # words left for the data of a call
+MOST_CTAS = 256  # of a kernel, one on an SM
+# The first words of a half's flags are of ranks that have begun a synchronised call. Then come
+START_WORDS = 32  # those of :meth:`Slab.start`,
+SUM_WORDS = 64  # those of CTAs that have summed a part of a tile (:mod:`megatron_flux.kernels.hopper.split_k`),
+DATA_WORDS = SUM_WORDS + MOST_CTAS  # and those of the data of a call,
+CALL_FLAGS = FLAG_WORDS - DATA_WORDS  # so many.
 MOST_CALLS = 1 << 30
 """Calls on a slab that no CUDA graph holds, all ranks' alike; see :mod:`megatron_flux.kernels.device`, *Flags*."""
 MIB = 1 << 20
-MOST_CTAS = 256  # of a kernel, one on an SM
 TILE_NUMBERS = 128 * 256  # of the largest tile
 SCALES_AT = 128
 """Scales of FP8 shards lie behind their gather buffer, at a multiple of so many bytes."""
@@ -162,8 +164,7 @@ class Slab:
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""
     capture: int | None = None  # that the latest call was part of
-    sums: tuple[torch.Tensor, ...] = ()
-    """On GPUs: for each SM fp32 numbers of a tile, and an int32 epoch (:mod:`megatron_flux.kernels.hopper.split_k`)."""
+    sums: torch.Tensor | None = None  # on GPUs fp32: what each CTA has summed of a part of a tile
 
     def __post_init__(self) -> None:
         """Look the device up once."""
@@ -262,7 +263,7 @@ class Slab:
     def arguments(self, half: int) -> tuple[object, ...]:
         """Return every kernel's arguments for its slot: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
         alarm = self.alarm
-        return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + ENTER_WORDS)
+        return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + DATA_WORDS)
 
     def half(self, half: int, rank: int) -> torch.Tensor:
         """Return a half of ``rank``, uint8 ``[half_bytes]``."""
@@ -384,11 +385,11 @@ def assemble(
     def make_own() -> None:
         flags[group.rank()].zero_()
         ctrl, epochs = torch.zeros(2 + MOST_CTAS, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-        order, sums = None, tuple[torch.Tensor, ...]()
+        order = sums = None
         if device.type == "cuda":
             order = kernels_on(data[0].get_device())
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            sums = data[0].new_empty(sms * TILE_NUMBERS, dtype=torch.float32), data[0].new_zeros(sms, dtype=torch.int32)
+            sums = data[0].new_empty(sms * TILE_NUMBERS, dtype=torch.float32)
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
             epochs.to(device), Alarm(group, device), keep, order, sums=sums,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
+from megatron_flux.comm.slab import FLAG_WORDS, SUM_WORDS
 from megatron_flux.kernels.hopper import pieces
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
@@ -38,7 +39,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
-        n, k, rows["mp"], chunk_k, work.rank, rows["left"], rows["parts"], *at.work.sums,
+        n, k, rows["mp"], chunk_k, work.rank, rows["left"], rows["parts"], *_sums(at),
     )  # fmt: skip
     constants = at.constants() | {
         "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
@@ -79,7 +80,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
         n, cdiv(k, config.bk), rows["mp"], work.rank,
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
-        rows["workers"], rows["left"], rows["parts"], *at.work.sums,
+        rows["workers"], rows["left"], rows["parts"], *_sums(at),
     )  # fmt: skip
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
@@ -113,6 +114,12 @@ def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
     tiles, k_blocks = row_blocks * cdiv(call.n, config.bn), cdiv(call.k, config.bk)
     left, parts = last_round(tiles, k_blocks, busy) if _splits(at) else (0, 1)
     return {"left": left, "parts": parts}
+
+
+def _sums(at: SlabCall) -> tuple[Any, Any]:
+    """Return where CTAs keep what they have summed of a part of a tile, and the flags that say so."""
+    work = at.work
+    return work.sums, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

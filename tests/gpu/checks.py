@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import functools
 import os
 import random
 import signal
@@ -70,7 +69,7 @@ def poison(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
     for work in slabs(group):
         work.data[group.rank()].view(torch.bfloat16).fill_(float("nan"))
-        work.sums[0].fill_(float("nan"))
+        work.sums.fill_(float("nan"))
     poison_results()
     dist.barrier(group=group)
 
@@ -410,13 +409,15 @@ def beside_nccl(group, other, run, rounds):
 def step_of(group):
     """A layer's fused calls, and whether they gave what they gave at first."""
     xs, xl, w = operands(group, 512, 2048, 1024, torch.bfloat16, False)
+    us, ul, v = operands(group, *divided(group), torch.bfloat16, False)
 
     def calls():
+        a, b = (op(x, v, group, backend=NAME) for op, x in ((ops.all_gather_gemm, us), (ops.gemm_reduce_scatter, ul)))
         pending = ops.all_gather(xs, group, backend=NAME)
         y = ops.all_gather_gemm(xs, w, group, backend=NAME)
         z = ops.gemm_reduce_scatter(xl, w, group, backend=NAME)
         total = ops.gemm_all_reduce(xl, w, group, backend=NAME)
-        return [tensor.clone() for tensor in (y, z, total, pending.wait())]
+        return [tensor.clone() for tensor in (a, b, y, z, total, pending.wait())]
 
     return calls
 
@@ -630,7 +631,6 @@ def late_calls(group, chosen, wrap):
             for work in slabs(group):
                 work.flags[group.rank()].fill_(top - 1)
                 work.epochs.fill_(top)
-                work.sums[1].fill_(top - 1)
             torch.cuda.synchronize()
             dist.barrier(group=group)
         for repeat in range(8 if plan is None else 2 + group.size()):
@@ -766,19 +766,26 @@ def kinds(group):
     return "18 x 3 calls"
 
 
+def nccl_beside_graphs(group, rounds=60):
+    return nccl_beside(group, rounds, in_graphs=True)
+
+
+def wrapping_hopper(group):
+    return late_hopper(group, wrap=True)
+
+
+def wrapping_plain(group):
+    return late_plain(group, wrap=True)
+
+
 CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         signals, shapes, plans, bias, addend, own_gathered, any_rows, elsewhere, time_limit, across_streams, exceptions,
-        graphs, broken_capture, nccl_beside, random_shapes, kinds, late_hopper, late_plain, stream_change,
+        graphs, broken_capture, nccl_beside, nccl_beside_graphs, random_shapes, kinds, late_hopper, late_plain,
+        stream_change, wrapping_hopper, wrapping_plain, worn_out,
     )
 }  # fmt: skip
-CHECKS |= {
-    "nccl_beside_graphs": functools.partial(nccl_beside, in_graphs=True),
-    "wrapping_hopper": functools.partial(late_hopper, wrap=True),
-    "wrapping_plain": functools.partial(late_plain, wrap=True),
-    "worn_out": worn_out,
-}
 EMULATED = ("signals", "shapes", "plans", "bias", "any_rows", "time_limit", "random_shapes")
 """What two GPUs that emulate more can do."""
 

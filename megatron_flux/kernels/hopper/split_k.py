@@ -8,7 +8,7 @@ Contract
     * 16-bit operands, one team. In FP8 results are bit-equal to cuBLASLt's, which another order of sums would end.
     * Units up to ``tiles`` are the tiles, of the last ``left`` the first parts; then come the second parts, and so on.
       ``left * parts`` is at most ``workers``, so that each of these units has a CTA, in the same round.
-    * ``sums`` (fp32, a tile for each SM) and ``summed`` (int32 for each SM: epochs) are this GPU's alone.
+    * ``sums`` (fp32, a tile for each SM) and ``summed``, flags of the slab that no peer writes, are this GPU's alone.
 
 Hazard: the first part waits for the others. So all CTAs must run at once, which kernels of other groups may prevent:
 such calls are not divided.

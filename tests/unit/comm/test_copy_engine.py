@@ -10,7 +10,7 @@ import torch
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copy_engine
 from megatron_flux.comm.copy_engine import WHOLE, Edges, Side
-from megatron_flux.comm.slab import ENTER_WORDS, FLAG_WORDS, CopyStream
+from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, CopyStream
 
 MP, K, HALF = 4, 24, 1
 SIDE = Side(5, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def check(work: list[Any], edges: Edges, added: int) -> None:
             cut = (edges.early and behind <= 2) or (edges.late and behind == tp - 1)
             if behind:
                 seen += [source * (1 + (edges != WHOLE)) + piece for piece in range(2 if cut else 1)]
-        words = FLAG_WORDS * HALF + ENTER_WORDS + torch.tensor(seen)
+        words = FLAG_WORDS * HALF + DATA_WORDS + torch.tensor(seen)
         assert (work[0].flags[rank] != 0).nonzero().flatten().tolist() == words.tolist()
         assert (work[0].flags[rank][words] == 9).all()
 

@@ -76,7 +76,7 @@ class Work:
         self.table: Any = None
         self.poisoned: list[tuple[str, BaseException]] = []
         self.data = [torch.zeros(2 << 20, dtype=torch.uint8).as_subclass(OnGpu) for _ in range(2)]
-        self.flags, self.flag_table, self.epochs, self.sums = [None, None], None, None, (None, None)
+        self.flags, self.flag_table, self.epochs, self.sums = [torch.zeros(1)] * 2, None, None, None
         self.data_table: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
         self.alarm: Any = SimpleNamespace(words=None, limit=1, close=lambda: None)
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]

@@ -22,7 +22,7 @@ N, K = 512, 256
 WORDS, FLAGS = torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 WORK: Any = SimpleNamespace(
     tp=2, rank=1, half_bytes=2 << 20, data=[torch.zeros(4 << 20, dtype=torch.uint8) for _ in range(2)],
-    data_table=FLAGS, flag_table=FLAGS, flags=[WORDS] * 2, sums=(FLAGS, FLAGS),
+    data_table=FLAGS, flag_table=FLAGS, flags=[WORDS] * 2, sums=FLAGS,
     arguments=lambda half: (WORDS, WORDS, WORDS, 10**9, half, 1 - half, 64 * half),
 )  # fmt: skip
 WEIGHT = torch.randn(N, K).bfloat16()

@@ -43,5 +43,5 @@ def test_a_launcher_that_is_about_to_say_how_its_ranks_ended_is_not_ended(
     monkeypatch.setattr(node.stop, "die", died)
     monkeypatch.setattr(node.psutil.Process, "children", lambda _: [])
     with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
-        node._pass_on(signal.SIGTERM, asked, mock.MagicMock(notes_before=noted))
+        node._pass_on(signal.SIGTERM, asked, mock.MagicMock(notes_before=noted), contextlib.ExitStack())
     assert died.called is ends

@@ -164,7 +164,7 @@ class Slab:
     kernels: dict[tuple[Any, ...], Relaunch | Literal[False]] = field(default_factory=dict)
     """Barrier kernels that have been launched on this slab; False where Triton has to launch one every time."""
     capture: int | None = None  # that the latest call was part of
-    sums: torch.Tensor | None = None  # on GPUs fp32: what each CTA has summed of a part of a tile
+    sums: torch.Tensor | None = None  # see :meth:`make_sums`
 
     def __post_init__(self) -> None:
         """Look the device up once."""
@@ -264,6 +264,11 @@ class Slab:
         """Return every kernel's arguments for its slot: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
         alarm = self.alarm
         return (self.ctrl, self.epochs, alarm.words, alarm.limit, half, 1 - half, half * FLAG_WORDS + DATA_WORDS)
+
+    def make_sums(self, sms: int) -> None:
+        """Allocate what CTAs sum of parts of a tile, fp32, if there is none; before a call claims its slot."""
+        if self.sums is None:
+            self.sums = torch.empty(sms * TILE_NUMBERS, dtype=torch.float32, device=self.data_table.device)
 
     def half(self, half: int, rank: int) -> torch.Tensor:
         """Return a half of ``rank``, uint8 ``[half_bytes]``."""
@@ -385,14 +390,10 @@ def assemble(
     def make_own() -> None:
         flags[group.rank()].zero_()
         ctrl, epochs = torch.zeros(2 + MOST_CTAS, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-        order = sums = None
-        if device.type == "cuda":
-            order = kernels_on(data[0].get_device())
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-            sums = data[0].new_empty(sms * TILE_NUMBERS, dtype=torch.float32)
+        order = None if device.type == "cpu" else kernels_on(data[0].get_device())
         slab = Slab(
             group.size(), group.rank(), half_bytes, captured, data, flags, table(data), table(flags), ctrl.to(device),
-            epochs.to(device), Alarm(group, device), keep, order, sums=sums,
+            epochs.to(device), Alarm(group, device), keep, order,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -103,7 +103,8 @@ class Alarm:
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
         self.view = self.words.numpy()  # the same words; the first is not 0 where something went wrong
         self._ranks = ranks = dist.get_process_group_ranks(group)
-        self._who = f"rank {dist.get_rank()} (tp rank {group.rank()} of {len(ranks)})"
+        self._own = group.rank()
+        self._who = f"rank {dist.get_rank()} (tp rank {self._own} of {len(ranks)})"
         self._poison: str | None = None
         self._told = self._counted = False
         self.seconds = timeout_s(group, device)
@@ -124,6 +125,11 @@ class Alarm:
             self._counted = True
             _timeouts += 1
         _, op, peer, unit, epoch, seen = (int(v) for v in self.view[:6])
+        if peer == self._own:  # megatron_flux.kernels.hopper.split_k
+            return (
+                f"{self._who}: {OPERATORS.get(op, op)} timed out after {self.seconds:g} s waiting for another part of "
+                f"tile {unit}, epoch {epoch}, on its own GPU. Does a kernel hold SMs that does not end?"
+            )
         return (
             f"{self._who}: {OPERATORS.get(op, op)} timed out after {self.seconds:g} s waiting for peer rank "
             f"{self._ranks[peer]} (tp rank {peer}), {UNITS.get(op, 'unit')} {unit}, epoch {epoch}; the peer's last "

@@ -44,7 +44,7 @@ from megatron_flux.ops.call import OperatorCall, compare_calls
 from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.gemm import partial
-from megatron_flux.ops.kernel_config import KernelConfig, rs_tiles
+from megatron_flux.ops.kernel_config import KernelConfig, divided, rs_tiles
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Compiled
@@ -129,6 +129,8 @@ class FusedPlan(Plan):
             if kernels is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture
                 state_of(call.group).graph_slabs.append(kernels.slab)
             together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
+            if isinstance(self.config, KernelConfig) and divided(call, self.config, together):
+                slab.make_sums(self._sms)
             kernels = self._kernels = Kernels(slab, together)
             self._begin(slab)
         binding = self._bindings[key] = Binding(call, kernels, number)

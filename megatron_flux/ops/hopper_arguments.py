@@ -14,10 +14,11 @@ from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
 from megatron_flux.kernels.launch import Tiles
 from megatron_flux.ops.arguments import DTYPES, Launch, Scales, SlabCall
-from megatron_flux.ops.kernel_config import cdiv, last_round, workers
+from megatron_flux.ops.kernel_config import cdiv, divided, last_round, workers
 
 PIECE, LINE = pieces.PIECE.value, pieces.LINE.value
 SM_FLOP_PER_NS = 5300  # sustained, of one SM of an H200
+UNDIVIDED = {"left": 0, "parts": 1}
 
 
 def all_gather_gemm(at: SlabCall) -> Launch:
@@ -60,6 +61,8 @@ def all_gather_gemm_rows(at: SlabCall) -> dict[str, Any]:
         "a": _tiles(at.gathered, m, k, bm, config.bk), "xd": _tiles(call.x, mp, k, bm, config.bk),
         "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp, **_last_round(at, cdiv(mp, bm) * at.work.tp, at.sms),
     }  # fmt: skip
+    if mp % bm:  # two tiles have some rows; only while both sum in one order they have the same bits
+        rows |= UNDIVIDED
     if at.scales is not None:
         assert call.fp8 is not None  # noqa: S101
         rows |= {"xs": _scales_of(call.fp8.x.scale_inv, bm), "gs": _scales_of(at.scales, bm)}
@@ -106,20 +109,21 @@ def gemm_reduce_scatter_rows(at: SlabCall) -> dict[str, Any]:
 
 
 def _splits(at: SlabCall) -> bool:
-    return at.call.fp8 is None and not at.beside and at.config.teams == 1
+    return divided(at.call, at.config, at.beside)
 
 
 def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
+    if not _splits(at):
+        return UNDIVIDED
     call, config = at.call, at.config
-    tiles, k_blocks = row_blocks * cdiv(call.n, config.bn), cdiv(call.k, config.bk)
-    left, parts = last_round(tiles, k_blocks, busy) if _splits(at) else (0, 1)
+    left, parts = last_round(row_blocks * cdiv(call.n, config.bn), cdiv(call.k, config.bk), busy)
     return {"left": left, "parts": parts}
 
 
 def _sums(at: SlabCall) -> tuple[Any, Any]:
     """Return where CTAs keep what they have summed of a part of a tile, and the flags that say so."""
     work = at.work
-    return work.sums, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
+    return at.out if work.sums is None else work.sums, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

@@ -15,12 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from megatron_flux.comm.copy_engine import WHOLE, Edges
-from megatron_flux.comm.slab import CALL_FLAGS
+from megatron_flux.comm.slab import CALL_FLAGS, TILE_NUMBERS
+
+if TYPE_CHECKING:
+    from megatron_flux.ops.call import OperatorCall
 
 MIN_REDUCER_SMS = 4  # SMs that add what all others multiply; fewer have not been tried
 LONG = 4096  # of k, from which on they keep up with promoted FP8 products; at 3584 it is even (results/fp8-scatter)
@@ -116,6 +119,15 @@ def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
     return fewest if sms - fewest >= MIN_REDUCER_SMS else sms
 
 
+def divided(call: OperatorCall, config: KernelConfig, together: bool) -> bool:
+    """Return True if the kernel may divide tiles of the last round (:mod:`megatron_flux.kernels.hopper.split_k`).
+
+    ``together``: calls start together on all ranks. An addend leaves no registers for the sums of parts.
+    """
+    plain = call.fp8 is None and call.addend is None and not together
+    return plain and config.ws and config.teams == 1 and config.bm * config.bn <= TILE_NUMBERS
+
+
 def last_round(tiles: int, k_blocks: int, busy: int) -> tuple[int, int]:
     """Return the tiles of the last round that are divided along k, and in how many parts: ``(0, 1)`` if none are.
 
@@ -174,15 +186,17 @@ def for_fp8(config: KernelConfig, *, promoted: bool) -> KernelConfig:
 
 
 def by_rule(
-    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None
-) -> KernelConfig:
+    op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None,
+    divides: bool = True,
+) -> KernelConfig:  # fmt: skip
     """Choose for a call with ``mp`` rows a rank without measuring; ``ws`` as in :class:`KernelConfig`.
 
-    ``promoted``: of FP8 operands, whether their sums are; None: 16-bit operands.
+    ``promoted``: of FP8 operands, whether their sums are; None: 16-bit operands. ``divides``: the kernel may divide
+    tiles of the last round.
     """
     like = k if promoted is None else _time_like(op, k)
     if op == "all_gather_gemm":
-        k_blocks = cdiv(k, 64) if promoted is None else 0
+        k_blocks = _divided_blocks(mp, k, divides and promoted is None)
         config = _fewest_rounds(mp * tp, n, sms, k_blocks)[0] if ws else KernelConfig()
     elif ws:
         band = _wide(mp, tp) if like >= LONG else 1
@@ -209,6 +223,11 @@ def _link_bound(k: int, tp: int) -> bool:
     return k < 2500 * (tp - 1) / tp
 
 
+def _divided_blocks(mp: int, k: int, divides: bool) -> int:
+    """Return the blocks of k for :func:`_time_in_rounds`; an all_gather_gemm divides whole row blocks alone."""
+    return cdiv(k, 64) if divides and mp % 128 == 0 else 0
+
+
 def _fewest_rounds(m: int, n: int, sms: int, k_blocks: int) -> list[KernelConfig]:
     """Return the tile widths that may be fastest, first the one with less time in rounds.
 
@@ -225,16 +244,16 @@ def _fewest_rounds(m: int, n: int, sms: int, k_blocks: int) -> list[KernelConfig
 
 def candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool = False, promoted: bool | None = None,
-    divided: bool = True,
+    divides: bool = True,
 ) -> list[KernelConfig]:  # fmt: skip
     """Return what is worth measuring, the choice by rule first; nothing where a slab has too few flags.
 
-    Arguments are those of :func:`by_rule`; ``divided``: the last round may be divided along k.
+    Arguments are those of :func:`by_rule`.
     """
     if promoted is not None:
         plans = _fp8_candidates(op, mp, n, k, tp, sms, ws, promoted)
     elif op == "all_gather_gemm" and ws:
-        first, *others = _fewest_rounds(mp * tp, n, sms, cdiv(k, 64) if divided else 0)
+        first, *others = _fewest_rounds(mp * tp, n, sms, _divided_blocks(mp, k, divides))
         plans = [first, replace(first, early=True), replace(first, late=True)]
         plans += [plan for other in others for plan in (other, replace(other, late=True))]
         # Two shards in a raster group, and a GEMM that is long beside its gather: the shards are there.
@@ -270,7 +289,7 @@ def _fp8_candidates(
     op: str, mp: int, n: int, k: int, tp: int, sms: int, ws: bool, promoted: bool
 ) -> list[KernelConfig]:
     """Return the candidates of 16-bit operands and what was faster alone (results/fp8-gemm-h200, fp8-scatter)."""
-    like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws, divided=False)
+    like = candidates(op, mp, n, _time_like(op, k), tp, sms, ws, divides=False)
     plans = [for_fp8(config, promoted=promoted) for config in like]
     if ws and plans:
         first, rows = plans[0], cdiv(mp, 128)

@@ -75,7 +75,7 @@ def training(folder: Path, compile_it: Compile | None = None) -> Iterator[Any]:
         patch.setenv("MEGATRON_FLUX_TUNE_CACHE", str(folder / "tuned.json"))
         patch.setattr(links, "probe", lambda group, device: Link("nvlink", ""))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(candidates, "list_plans", lambda call, full: [FAST, SLOW])
+        patch.setattr(candidates, "list_plans", lambda *_: [FAST, SLOW])
         bind = FusedPlan.compile_ahead
 
         def ahead(plan: FusedPlan, call: OperatorCall, y: torch.Tensor) -> list[Future[Any]]:
@@ -315,7 +315,7 @@ def asynchronous(by: TunedBackend) -> Any:
 def test_a_call_that_one_rank_has_not_waited_for_counts_on_none(tmp_path: Path) -> None:
     """Ranks that took different times into account would run different candidates, and wait for ever."""
     with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "list_plans", lambda call, full: [FAST])
+        patch.setattr(candidates, "list_plans", lambda *_: [FAST])
         late: list[Any] = []
         for number in range(60):
             pending = asynchronous(by)

@@ -10,7 +10,7 @@ Operands
 
 Rows
     A shard has at least BM rows. Where its last tile would reach beyond them, it begins earlier: rows that two tiles
-    have are computed twice, to the same bits.
+    have are computed twice, to the same bits: so no tile is divided along k then.
 
 Flags
     The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at

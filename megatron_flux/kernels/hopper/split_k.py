@@ -5,13 +5,15 @@ A call has ``tiles``, which ``workers`` CTAs multiply in rounds. The ``left`` ti
 over: all that follows is as without. :func:`megatron_flux.ops.kernel_config.last_round` says when.
 
 Contract
-    * 16-bit operands, one team. In FP8 results are bit-equal to cuBLASLt's, which another order of sums would end.
+    * Which calls: :func:`megatron_flux.ops.kernel_config.divided`. In FP8 results are bit-equal to cuBLASLt's, which
+      another order of sums would end.
     * Units up to ``tiles`` are the tiles, of the last ``left`` the first parts; then come the second parts, and so on.
       ``left * parts`` is at most ``workers``, so that each of these units has a CTA, in the same round.
     * ``sums`` (fp32, a tile for each SM) and ``summed``, flags of the slab that no peer writes, are this GPU's alone.
 
-Hazard: the first part waits for the others. So all CTAs must run at once, which kernels of other groups may prevent:
-such calls are not divided.
+Hazard: the first part waits for the others, so all CTAs must run at once. Kernels of other groups may prevent that
+where calls need a start barrier (:func:`megatron_flux.comm.links.starts_together`): those are not divided. Elsewhere
+one hardware queue dispatches all CTAs of a kernel before those of a later one.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from megatron_flux.ops.device import capability, sm_count
 from megatron_flux.ops.fp8_operand import FORMATS, FP8_CAPABILITY
 from megatron_flux.ops.fused import AllGatherGemmPlan, GemmAllReducePlan, GemmReduceScatterPlan
 from megatron_flux.ops.fused_gather import AllGatherPlan
-from megatron_flux.ops.kernel_config import KernelConfig, by_rule, for_fp8
+from megatron_flux.ops.kernel_config import KernelConfig, by_rule, divided, for_fp8
 
 OFF_NVLINK = (
     "fused kernels wait for atomics on peers' memory, which need not arrive over PCIe, and have not been run there"
@@ -108,7 +108,7 @@ class FusedBackend(Backend):
             how, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
             if how is None:
                 (m, n, k), tp, sms = call.sizes, call.group.size(), sm_count(call.x.device)
-                how = by_rule(call.operator, m // tp, n, k, tp, sms, hopper_kernels(call), promoted)
+                how = by_rule(call.operator, m // tp, n, k, tp, sms, hopper_kernels(call), promoted, divides(call))
             elif how.ws and not hopper_kernels(call, how.bm):
                 how = replace(how, ws=False)
             if promoted is not None:
@@ -139,6 +139,11 @@ def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
     if call.operator == "all_gather_gemm" and rows < bm:
         return False
     return not in_blocks or call.operator == "gemm_all_reduce" or rows * 4 % ALIGNMENT == 0
+
+
+def divides(call: OperatorCall) -> bool:
+    """Return True if Hopper kernels may divide tiles of the call's last round along k. Collective on first use."""
+    return divided(call, KernelConfig(ws=True), links.starts_together(call.group, captured=call.captured))
 
 
 def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:

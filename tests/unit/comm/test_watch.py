@@ -91,3 +91,18 @@ def test_a_very_long_timeout_is_still_a_number_for_kernels(monkeypatch: pytest.M
     monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: [0, 1])
     assert watch.Alarm(group, torch.device("cpu")).limit == 2**63 - 1
+
+
+def test_a_wait_for_the_own_gpu_blames_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SimpleNamespace(_timeout=timedelta(seconds=60))
+    group: Any = SimpleNamespace(rank=lambda: 1, _get_backend=lambda device: SimpleNamespace(options=options))
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(watch.dist, "get_process_group_ranks", lambda group: [4, 5])
+    alarm = watch.Alarm(group, torch.device("cpu"))
+    alarm.view[0] = 1
+    alarm.ring(2, 1, 130, 7, 6)
+    said = str(alarm.message())
+    assert "rank 5 (tp rank 1 of 2): gemm_reduce_scatter timed out" in said
+    assert "another part of tile 130, epoch 7, on its own GPU" in said
+    alarm.ring(2, 0, 130, 7, 6)
+    assert "waiting for peer rank 4 (tp rank 0)" in str(alarm.message())

@@ -81,6 +81,9 @@ class Work:
         self.alarm: Any = SimpleNamespace(words=None, limit=1, close=lambda: None)
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]
 
+    def make_sums(self, sms: int) -> None:
+        pass
+
     def claim(self, spec: int = 0) -> tuple[int, int]:
         self.check()
         half = self.calls & 1

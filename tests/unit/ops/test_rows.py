@@ -74,3 +74,39 @@ def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
     assert one.rows.keys() == other.rows.keys()
     for name, argument in other.rows.items():
         assert seen(argument) == seen(other.arguments[names.index(name)])
+
+
+@pytest.mark.parametrize(
+    ("operator", "m", "change", "parts"),
+    [
+        ("all_gather_gemm", 512, {}, 2),
+        ("all_gather_gemm", 520, {}, 1),  # two tiles have some rows, and must have the same bits
+        ("gemm_reduce_scatter", 520, {}, 2),
+        ("gemm_all_reduce", 512, {}, 2),
+        ("gemm_all_reduce", 512, {"beside": True}, 1),
+        ("gemm_reduce_scatter", 512, {"config": KernelConfig(ws=True, bn=256, bm=256)}, 1),  # more than `sums` has room
+        ("gemm_reduce_scatter", 512, {"config": KernelConfig(ws=True, teams=2)}, 1),
+    ],
+)
+def test_which_last_rounds_are_divided(
+    operator: str, m: int, change: dict[str, Any], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = 256 * 27 if m > 512 else 256 * 34, 1024  # one round and a bit
+    monkeypatch.setattr(f"{__name__}.N", n)
+    monkeypatch.setattr(f"{__name__}.K", k)
+    monkeypatch.setattr(f"{__name__}.WEIGHT", torch.zeros(n, k).bfloat16())
+    at = slab_call(operator, m, "none", {})
+    at.config = KernelConfig(ws=True)
+    for name, value in change.items():
+        setattr(at, name, value)
+    build = hopper_arguments.all_gather_gemm if operator == "all_gather_gemm" else hopper_arguments.gemm_reduce_scatter
+    launch = build(at)
+    assert launch.rows["parts"] == parts
+    assert launch.constants["SPLIT_K"] is not (parts == 1 and m == 512)
+    assert (launch.rows["left"] > 0) == (parts > 1)
+
+
+def test_products_with_an_addend_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = slab_call("gemm_reduce_scatter", 512, "none", {})
+    at.call = OperatorCall("gemm_reduce_scatter", at.call.x, WEIGHT, group_of(2), addend=torch.zeros(512, N).bfloat16())
+    assert hopper_arguments.gemm_reduce_scatter(at).constants["SPLIT_K"] is False

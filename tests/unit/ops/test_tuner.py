@@ -232,7 +232,7 @@ def test_decode_steps_of_other_rows_run_the_nearest_plan(tuner: Tuned) -> None:
 def timed(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     """Candidates that come last are the fastest."""
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "on")
-    monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: FULL)
+    monkeypatch.setattr(candidates, "candidates", lambda *_, **__: FULL)
     clock(tuner, lambda candidate: 1.0 / (candidate + 1))
     return tuner
 
@@ -255,7 +255,7 @@ def test_the_fastest_is_taken_if_it_wins_by_1_percent(
     tuner: Tuned, monkeypatch: pytest.MonkeyPatch, other: float, wins: bool
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUX_TUNE", "on")
-    monkeypatch.setattr(candidates, "candidates", lambda *_, promoted: [KernelConfig()])
+    monkeypatch.setattr(candidates, "candidates", lambda *_, **__: [KernelConfig()])
     clock(tuner, lambda candidate: other if candidate else 1.0)
     assert tuner() == (("fused", KernelConfig()) if wins else STOCK)
     assert kept().ms == {"reference": 1.0, "fused default": other}
@@ -315,7 +315,7 @@ def test_trials_are_forgotten_in_the_end(timed: Tuned) -> None:
 def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(timed: Tuned) -> None:
     """Which width is the faster one changes with m, and a candidate without a turn would be a warning."""
     given = [KernelConfig(reducers=4), KernelConfig(bn=128), KernelConfig(reducers=5), KernelConfig(reducers=6)]
-    timed.patch(candidates, "candidates", lambda *_, promoted: given)
+    timed.patch(candidates, "candidates", lambda *_, **__: given)
     assert timed() == ("fused", given[-1])
     timed.patch(candidates, "fits", lambda op, plan, *_: plan != given[-1])
     timed(x=torch.zeros(512, 4))

@@ -1,17 +1,20 @@
 """Divide the tiles of the last round along k among SMs that would be idle, for the Hopper kernels.
 
-A call has ``tiles``, which ``workers`` CTAs multiply in rounds. The ``left`` tiles of the last round are multiplied in
-``parts``, each by another CTA. The CTA of the first part adds what the others have summed, in order, and hands the tile
-over: all that follows is as without. :func:`megatron_flux.ops.kernel_config.last_round` says when.
+``workers`` CTAs multiply the ``tiles`` of a call in rounds. Each of the ``left`` tiles of the last round is divided
+along k into ``parts``, one for each of several CTAs. The CTA of the first part adds the sums of the others, in order,
+and hands the tile over as if it had not been divided. :func:`megatron_flux.ops.kernel_config.last_round` says when
+tiles are divided.
 
 Contract
-    * 16-bit operands, one team. In FP8 results are bit-equal to cuBLASLt's, which another order of sums would end.
-    * Units up to ``tiles`` are the tiles, of the last ``left`` the first parts; then come the second parts, and so on.
-      ``left * parts`` is at most ``workers``, so that each of these units has a CTA, in the same round.
-    * ``sums`` (fp32, a tile for each SM) and ``summed``, flags of the slab that no peer writes, are this GPU's alone.
+    * Operands are 16-bit, with one team. In FP8 results are bit-equal to cuBLASLt's; another order of sums would end
+      that.
+    * Units below ``tiles`` are the tiles; the last ``left`` of these are first parts. Then come all second parts, and
+      so on. ``left * parts`` is at most ``workers``, so each of these units has a CTA in the same round.
+    * ``sums`` (fp32, one tile for each SM) and the flags ``summed`` in the slab are for this GPU alone: no peer writes
+      them.
 
 Hazard: the first part waits for the others. So all CTAs must run at once, which kernels of other groups may prevent:
-such calls are not divided.
+calls beside other groups are not divided.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Symmetric memory: one slab per process group and purpose, with flags, epochs and a double buffer.
 
 A slab is one allocation on every rank of a group, mapped by all of them: ``[flags][half 0][half 1]``. Layers share it.
-A call claims a *slot*: one half; the next call gets the other. A slab is as large as the largest call so far.
+A call claims a *slot*: one half; the next call gets the other. A slab is as large as the largest call so far needs.
 
 Why no barrier is needed
     Every operator that runs on a slab (1) is enqueued on all ranks in the same order, each call after the previous one
@@ -13,45 +13,46 @@ Why no barrier is needed
 
 Epochs
     ``epochs[half]`` on the device is the number of the call that uses the half next. The last CTA of a call writes the
-    next call's number into the other half's word: a word is stable while copies still read it. Flags are compared with
-    the epoch and never reset. That is correct for 2^31 calls, so after half as many the next call makes a new slab.
+    next call's number into the word of the other half, so a word does not change while copies still read it. Flags are
+    compared with the epoch and never reset. That is correct for 2^31 calls; after half as many the next call makes a
+    new slab.
 
 CUDA graphs
     Graphs are replayed in any order, but each of their calls has a fixed half. So captured calls run on a slab of their
     own (``captured=True``). The first one of a capture uses half 0 and is *synchronised*: a kernel before it takes the
-    larger of both words of ``epochs`` for its number, tells all peers and waits until all have said so. Behind that
-    barrier nobody uses either half, and further calls alternate as above. A call in this mode that is not captured (a
+    larger of both words of ``epochs`` as its number, tells all peers, and waits until all have said so. After that
+    barrier nobody uses either half, and further calls alternate as above. A call on this slab that is not captured (a
     warm-up) is synchronised, too. Slabs cannot be made during capture: run each shape once before, inside
-    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. A synchronised call must not overlap another one on a rank:
-    the program puts a replay behind what used the slab before, and leaves no gather open around it.
+    :func:`megatron_flux.ops.cuda_graphs.captured_calls`. A synchronised call must not overlap another one on a rank.
+    So the program must order a replay after whatever used the slab before, and leave no gather open around it.
 
 Beside other process groups
-    A kernel that waits for its peers on all SMs keeps out kernels of other groups, for which a peer may be waiting. Two
-    things let it end whatever else runs. :meth:`Slab.start` enqueues a kernel of one CTA before it, which returns once
-    all ranks have come to the call: behind that, nothing that a peer has to do first is left. And the kernel itself
-    needs no more than one free SM on each rank (:mod:`megatron_flux.kernels.plain`). Which groups need it:
+    A kernel that waits for its peers on all SMs keeps out kernels of other groups, and a peer may be waiting for one of
+    those. Two things let the kernel end, whatever else runs. :meth:`Slab.start` enqueues a kernel of one CTA before it,
+    which returns once all ranks have reached the call: then no peer has to do anything else first. And the kernel
+    itself needs no more than one free SM on each rank (:mod:`megatron_flux.kernels.plain`). Which groups need it:
     :func:`megatron_flux.comm.links.starts_together`.
 
 Exceptions
     After an exception between the claim of a slot and the kernel that writes the next call's epoch, the next call would
     read stale data. So
 
-    * what can fail for want of memory comes before the slot: an exception until then leaves no trace. That rank makes
-      its call again, or ends. If it was the first call of its kind, ranks that no longer agree say so
+    * what can run out of memory comes before the claim: an exception until then leaves no trace. That rank makes its
+      call again, or ends. If it was the first call of its kind, ranks that no longer agree report that
       (:mod:`megatron_flux.comm.agreement`);
-    * from the claim on, everything that a call does lies in a ``try`` that ends in :meth:`Slab.poison`: every further
-      call on this rank is an OperatorError that names the rank, the operator and the exception;
+    * from the claim on, all that a call does is in a ``try`` that ends in :meth:`Slab.poison`: every further call on
+      this rank raises an OperatorError that names the rank, the operator and the exception;
     * peers cannot be told: they wait until their own bounded wait ends, at the latest in the call after this one. No
       wait is satisfied by stale data;
-    * in a CUDA graph's capture nothing has run yet and the slab stays good. A program that catches the exception inside
-      the capture gets a graph whose replay is an error.
+    * in a CUDA graph's capture nothing has run yet and the slab stays good. If a program catches the exception inside
+      the capture, replaying that graph is an error.
 
-    The job is started again from its last checkpoint. Two things end a slab's poison without that, both on all ranks
+    The job is started again from its last checkpoint. Two things remove the poison without that, both on all ranks
     together: a call that needs a larger slab, and :meth:`megatron_flux.comm.group_state.GroupState.renew_slabs`, for
-    callers that know that the same call has failed on every rank, such as a tuner.
+    callers that know that the same call has failed on every rank, such as the tuner.
 
 Hazards
-    * Calls on different streams are put in order: the later stream waits for all that the earlier one was given. So
+    * Calls on different streams are ordered: the later stream waits for all that was enqueued on the earlier one. So
       are the streams of one capture. Replays are not seen.
     * NVLink multicast is refused: a multicast pointer on the handle is an error.
     * torch's own signal pads are not used: their slots collide between groups.

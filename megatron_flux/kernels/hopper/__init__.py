@@ -1,1 +1,1 @@
-"""The fused kernels for Hopper in Gluon, with specialised warps: read pieces.py, then ag_gemm.py and gemm_rs.py."""
+"""The fused kernels for Hopper in Gluon, warp-specialised. Read pieces.py first, then ag_gemm.py and gemm_rs.py."""

@@ -1,29 +1,30 @@
 """All-gather + GEMM, warp-specialised for Hopper: ``c = all_gather(x) @ w``.
 
-Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.kernels.plain`; the kinds of
-warps are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
+Shapes, guarantees and the copy engine's flags are those of :mod:`megatron_flux.kernels.plain`. The kinds of warps
+(*load*, *aux*, …) are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
 
 Operands
-    Local tiles read ``x`` itself, so nothing is copied before the kernel. *aux* copies the local shard into the gather
-    buffer if the caller wants the gathered input (KEEP), or all shards, as they arrive, into memory of the caller's own
-    (OWN), while tensor cores multiply.
+    Tiles of the local shard read ``x`` itself, so nothing is copied before the kernel. While tensor cores multiply,
+    *aux* copies the local shard into the gather buffer if the caller wants the gathered input (KEEP). Or it copies all
+    shards, as they arrive, into the caller's own memory (OWN).
 
 Rows
-    A shard has at least BM rows. Where its last tile would reach beyond them, it begins earlier: rows that two tiles
-    have are computed twice, to the same bits: so no tile is divided along k then.
+    A shard has at least BM rows. If its last tile would reach beyond the shard, that tile begins earlier. Rows that
+    are then in two tiles are computed twice, with the same bits: such calls divide no tile along k.
 
 Flags
-    The copy engine moves the shards; it is enqueued before the kernel. Flags: ``[tp]``, or ``[tp, 2]`` where shards at
-    the edges come in two pieces of columns, the first two with EARLY, the last with LATE. Pushes by the SMs themselves
-    were at most 0.9 % faster than the next plan and up to 10 % slower (results/layer-h200x4-nvlink, layer-h200x4-more).
+    The copy engine moves the shards; its copies are enqueued before the kernel. Flags: ``[tp]``. They are ``[tp, 2]``
+    if the first two shards to arrive (EARLY) or the last one (LATE) come in two pieces of columns. Pushes by the SMs
+    were at most 0.9 % faster than the next best plan and up to 10 % slower (results/layer-h200x4-nvlink,
+    layer-h200x4-more).
 
 Schedule
-    The local shard first, then the first shard to come, then SPAN shards at a time, as they arrive: their row blocks
-    are interleaved, which reads the weight less often. *load* waits for a piece of columns when it comes to it; the
-    product goes on with what has arrived.
+    The local shard comes first, then the first shard to arrive. The others follow SPAN shards at a time, as they
+    arrive, with interleaved row blocks, which reads the weight less often. *load* waits for a piece of columns only
+    when it needs it; meanwhile the product goes on with what has arrived.
 
 Hazards
-    * A fence between proxies must follow a poll, before TMA reads what the flag announced.
+    * After a poll of a flag, a proxy fence must come before TMA reads the data that the flag announces.
 """
 
 from __future__ import annotations

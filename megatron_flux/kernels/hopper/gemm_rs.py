@@ -3,32 +3,33 @@
 With STEPS = TP a tile has one destination, the rank that owns its rows. With STEPS = 1 it goes to all ranks, each of
 which adds all partials: an all-reduce in one shot, ``out = sum over ranks of x_r @ w_r`` with ``mp = m``.
 
-Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain`; the kinds of warps
-are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what differs.
+Shapes, order of tiles, flags and guarantees are those of :mod:`megatron_flux.kernels.plain`. The kinds of warps
+(*multiply*, *load*, *store*, *aux*) are those of :mod:`megatron_flux.kernels.hopper.pieces`. This module says what
+differs.
 
 Schedule
-    * All SMs compute. *aux* adds partials on every SM while tensor cores multiply; *multiply* joins when it has run out
-      of tiles. With fewer workers than CTAS, which the last round of tiles leaves idle anyway, the other CTAs only add,
-      with all their warps, and *aux* of a worker rests.
-    * *store* sends a tile in pieces of 16 KB and starts the next when the last has left shared memory. The pieces of a
-      tile are sent over ``spread`` nanoseconds, beginning at another moment in every CTA. The last tile of a CTA, and
-      this rank's tiles, leave at once.
-    * A flag follows its tile as soon as the tile has arrived.
-    * A worker multiplies every tile in ``workers``: its share. BESIDE other process groups it takes the share when it
-      starts. Shares that are left when it has finished belong to CTAs that have not started, because another group's
-      kernel holds their SMs: *load* takes these too, and tells the others. So all tiles leave, however few CTAs run,
-      since CTAs start in the order of their numbers. Taking costs 0 to 0.5 % in bf16, 1 to 2 % of FP8 in blocks
-      (2 x H100). With numbers from a counter, in whatever order CTAs came, it was 1 to 6 %.
+    * The first ``workers`` CTAs multiply, by default all. On each of them *aux* adds partials while tensor cores
+      multiply, and *multiply* helps once it has no more tiles. If there are fewer workers than CTAS, because the last
+      round of tiles leaves SMs idle anyway, the other CTAs only add, with all their warps, and *aux* of workers rests.
+    * *store* sends a tile in pieces of 16 KB. It starts a piece when the one before has left shared memory. It spreads
+      the pieces of a tile over ``spread`` nanoseconds, with a different offset in every CTA. A CTA's last tile and this
+      rank's own tiles are sent without pauses.
+    * A tile's flag is written as soon as the tile has arrived.
+    * A worker's *share* is every tile in ``workers``. BESIDE other process groups, a worker marks its share as taken
+      when it starts. Shares that are still free when it has finished belong to CTAs that have not started, because
+      another group's kernel holds their SMs. *load* takes these shares too, and tells the other warps. CTAs start in
+      the order of their numbers, so all tiles are sent, however few CTAs run. This costs 0 to 0.5 % in bf16, and 1 to
+      2 % in FP8 with blocks (2 x H100). Numbers from a counter, in the order in which CTAs start, cost 1 to 6 %.
     * With SPLIT_K the tiles of the last round are divided along k: :mod:`megatron_flux.kernels.hopper.split_k`.
 
 Measured (4 x H200, m=1024, n=12288, k=3072)
-    Without ``spread``, CTAs that finish together fill the link, and loads of operands queue behind pieces that the link
-    does not take yet: the tile after that took 48 us instead of 32. With it, 31 us.
+    Without ``spread``, CTAs that finish together fill the link. Loads of operands then queue behind pieces that the
+    link does not accept yet, and the next tile took 48 us instead of 32. With ``spread`` it took 31 us.
 
 Measured (1 x H200 for a rank of TP 4, FC2 of Llama-70B, sustained; results/fp8-scatter)
-    Promoted FP8 took 0.834 ms with partials added on every SM, 0.797 with 128 workers of 132 SMs; bf16 1.486 and 1.445.
-    Four SMs are too few beside short products: FP8 of k = 2048 took 0.531 ms instead of 0.499. Fewer instructions for
-    adding on every SM, or more warps, gained nothing.
+    Promoted FP8 took 0.834 ms with partials added on every SM, and 0.797 with 128 workers of 132 SMs; bf16 took 1.486
+    and 1.445. If products are short, four SMs add too slowly: FP8 of k = 2048 took 0.531 ms instead of 0.499. Fewer
+    instructions for adding on every SM, or more warps, gained nothing.
 """
 
 from __future__ import annotations

@@ -1,28 +1,30 @@
 """Parts of the warp-specialised Hopper kernels, in Gluon: rings, matrix product, bounded waits, fences.
 
 Contract
-    One CTA per SM, four kinds of warps:
+    There is one CTA per SM, with four kinds of warps:
 
-    * *multiply* (8 warps, the default partition): wgmma on *load*'s operands, then the tile goes to shared memory. As
-      two TEAMS it is 4 warps of the default partition and 4 beside, each with half a tile's rows: one multiplies while
-      the other does arithmetic.
-    * *load* (1 warp): TMA loads of both operands, ``STAGES`` ahead, across tiles. It alone waits for data of peers.
-    * *store* (1 warp): TMA stores of finished tiles, ``PIECE`` columns at a time, each with its fence and flag.
-    * *aux* (4 warps): the operator's work beside the product (copying, adding), on registers.
+    * *multiply* (8 warps, the default partition): runs wgmma on the operands from *load*, then puts the tile into
+      shared memory. With two TEAMS, 4 of its warps are in the default partition and 4 in another, each with half the
+      rows of a tile: one team multiplies while the other does arithmetic.
+    * *load* (1 warp): loads both operands by TMA, up to ``STAGES`` blocks ahead, also across tiles. Only it waits for
+      data of peers.
+    * *store* (1 warp): stores finished tiles by TMA, ``PIECE`` columns at a time, each tile with its fence and flag.
+    * *aux* (4 warps): does the operator's other work (copying, adding) in registers, beside the product.
 
     Rings in shared memory are ordered by mbarriers: ``full`` and ``empty`` for operands, ``ready`` and ``free`` for
     pieces of results. A phase is the parity of how often a slot was used.
 
 Measured (4 x H200, 8192 x 12288 x 6144, GEMM + reduce-scatter: 1.60 ms GEMM alone, 2.15 serial)
-    Plain Triton took 1.68 ms with stores to local memory, 1.81 with stores to peers, 1.79 with the reduction: a 64 KB
-    store to a peer keeps the SM's TMA unit busy for microseconds, while the loads of the next tile queue behind it.
-    Small pieces, one at a time, leave room for loads; a warp of their own waits for them.
+    Plain Triton took 1.68 ms with stores to local memory, 1.81 with stores to peers, and 1.79 with the reduction. A
+    64 KB store to a peer keeps the SM's TMA unit busy for microseconds, while the loads of the next tile queue behind
+    it. Small pieces, one at a time, leave room for loads. A separate warp waits for them.
 
 Hazards
-    * ``mbarrier.arrive`` is done by one thread: a barrier of the partition must come before it.
+    * One thread does ``mbarrier.arrive``, so a barrier of the partition must come before it.
     * The ``.read`` form of waiting for a store says that shared memory may be reused, not that the data has arrived.
-    * A variable that begins as an alias of another is not carried through a loop.
-    * Triton 3.6 makes tensors of the constants in a tuple that has a name: kernels write both lists of their warps out.
+    * If a variable begins as an alias of another, its changes are lost in a loop.
+    * Triton 3.6 turns the constants of a named tuple variable into tensors. So kernels write out the list of warps
+      for one team and for two.
     * TMA reads from multiples of 16 bytes in a row, and writes to multiples of 128 in shared memory. From other columns
       it stops with an illegal instruction (seen on an H200).
 """

@@ -1,8 +1,8 @@
 """A tile's product for the Hopper kernels: of 16-bit operands, or of FP8 with fast accumulation or promoted sums.
 
 Contract
-    :func:`product` is :func:`megatron_flux.kernels.hopper.pieces.multiply_tile` with scales: same rings, same return.
-    FP8 operands are k-major, ``[rows, k]``, which is all that FP8 ``wgmma`` takes; formats may differ.
+    :func:`product` is :func:`megatron_flux.kernels.hopper.pieces.multiply_tile` with scales. Rings and results are the
+    same. FP8 operands are k-major, ``[rows, k]``: FP8 ``wgmma`` takes nothing else. The operands' formats may differ.
 
     =============  ==================================================================================================
     SCALES         the product is
@@ -12,24 +12,25 @@ Contract
     ``"blocks"``   the sum over blocks of 128 of k of ``(x @ w) * xs[block, row] * ws[column // 128, block]``
     =============  ==================================================================================================
 
-    A bias is added to the rounded product, as in cuBLASLt, with whose results for one scale these are bit-equal
-    (results/fp8-gemm-h200, orders.jsonl). Compilers fuse a product with the sum behind it unless the product names its
-    rounding. In 16 bits the bias is the sum's initial value.
+    A bias is added to the rounded product, as in cuBLASLt. With one scale, results are bit-equal to cuBLASLt's
+    (results/fp8-gemm-h200, orders.jsonl). A compiler fuses a product with the sum that follows it, unless the product
+    names its rounding. In 16 bits the sum starts from the bias.
 
-    PROMOTE, always on with "blocks": the tensor core adds up 128 products in its own precision (14 bits on Hopper),
-    which are then added to a sum in fp32; that is what cuBLASLt does without fast accumulation. BK is 128 then, and BN
-    128 or 256.
+    PROMOTE, always on with "blocks": the tensor core adds up 128 products in its own precision (14 bits on Hopper).
+    These sums are then added in fp32. cuBLASLt does the same without fast accumulation. BK is then 128, and BN 128 or
+    256.
 
 Schedule with PROMOTE
-    A team multiplies a k block by 128 columns, waits, and adds: meanwhile the other team multiplies. Nothing else lies
-    between two products of a team: it waits for the next block and frees the one before beside a product, and scales
-    per tensor are read once. That took 2 to 6 % off (results/fp8-gemm-h100, which says what else was tried). Scales of
-    blocks come with the operands, by *load*: a block takes less time than a load from L2.
+    A team multiplies a k block by 128 columns, waits, and adds; meanwhile the other team multiplies. Nothing else
+    comes between two products of a team. It waits for the next block, and frees the previous one, during a product.
+    Scales per tensor are read once. All that saved 2 to 6 % (results/fp8-gemm-h100, which says what else was tried).
+    *load* brings the scales of blocks with the operands, because a block takes less time than a load from L2.
 
 Hazards
-    * Between an arrival and what follows it in shared memory Triton puts a barrier: hence the explicit ones, early.
-    * Compilers put a sum off past a branch, such as a wait, unless assembly takes it before. Put off past the next
-      product it needs registers beside it: 1 KB a thread was spilled.
+    * Triton puts a barrier between an arrival and the next access to shared memory. So barriers are explicit, and come
+      early.
+    * Compilers move a sum behind a branch, such as a wait, unless assembly uses the sum before. Behind the next
+      product the sum needs registers of its own: 1 KB per thread was spilled.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Divide the tiles of the last round along k among SMs that would be idle, for the Hopper kernels.
 
-A call has ``tiles``, which ``workers`` CTAs multiply in rounds. The ``left`` tiles of the last round are multiplied in
-``parts``, each by another CTA. The CTA of the first part adds what the others have summed, in order, and hands the tile
-over: all that follows is as without. :func:`megatron_flux.ops.kernel_config.last_round` says when.
+``workers`` CTAs multiply the ``tiles`` of a call in rounds. Each of the ``left`` tiles of the last round is divided
+along k into ``parts``, one for each of several CTAs. The CTA of the first part adds the sums of the others, in order,
+and hands the tile over as if it had not been divided. :func:`megatron_flux.ops.kernel_config.last_round` says when
+tiles are divided.
 
 Contract
-    * Which calls: :func:`megatron_flux.ops.kernel_config.divided`. In FP8 results are bit-equal to cuBLASLt's, which
-      another order of sums would end.
-    * Units up to ``tiles`` are the tiles, of the last ``left`` the first parts; then come the second parts, and so on.
-      ``left * parts`` is at most ``workers``, so that each of these units has a CTA, in the same round.
+    * :func:`megatron_flux.ops.kernel_config.divided` says which calls. In FP8 results are bit-equal to cuBLASLt's;
+      another order of sums would end that.
+    * Units number the work. The first ``tiles`` of them are the tiles: of the last ``left``, only their first parts.
+      Then come all second parts, and so on. ``left * parts`` is at most ``workers``, so each part has a CTA of its own,
+      in the same round.
     * ``sums`` (fp32, a tile for each SM) and ``summed``, flags of the slab that no peer writes, are this GPU's alone.
 
 Hazard: the first part waits for the others, so all CTAs must run at once. Kernels of other groups may prevent that

@@ -1,45 +1,49 @@
-"""The tuner: finds which backend and plan run a call fastest, in the calls of the training, and keeps the answer.
+"""The tuner: finds which backend and plan run a call fastest, in the training's own calls, and stores the answer.
 
-A call is decided by the first of these (:mod:`~megatron_flux.ops.tuner.tuner`)
-    1. This process, then the JSON file (:mod:`~megatron_flux.ops.tuner.cache`), by a key of all that its speed depends
-       on (:mod:`~megatron_flux.ops.tuner.keys`). Where the file has nothing in the bucket of m, what ships with the
-       package (:mod:`~megatron_flux.ops.tuner.shipped`). Until the kernels of such a plan are compiled, calls run
-       that of the nearest m which has them, or stock.
-    2. The nearest m of the same bucket, where this call can run its plan, with tiles of the width that takes the fewest
-       rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`). A bucket is a factor of
-       :data:`~megatron_flux.ops.tuner.tuner.BUCKET` wide.
+Words: *m* is a call's number of rows. A *bucket* is a range of m by a factor of
+:data:`~megatron_flux.ops.tuner.tuner.BUCKET`. An *entry* is what the file says of a call: backend and plan.
+
+A call is decided by the first of these that has an answer (:mod:`~megatron_flux.ops.tuner.tuner`)
+    1. What this process knows, then the JSON file (:mod:`~megatron_flux.ops.tuner.cache`), by a key of all that speed
+       depends on (:mod:`~megatron_flux.ops.tuner.keys`). If the file has nothing in the bucket: the plans that ship
+       with the package (:mod:`~megatron_flux.ops.tuner.shipped`). Until the kernels of such a plan are compiled, calls
+       run the plan of the nearest m whose kernels are, or stock.
+    2. The entry of the nearest m of the bucket, if this call can run its plan, with tiles of the width that takes the
+       fewest rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`).
     3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn. Until it is
-       over they run the fastest so far, at first what was chosen in another bucket, or stock.
-    4. ``MEGATRON_FLUX_TUNE=off``: what is known runs at once, else stock, counted as degraded.
+       over, calls that are not timed run the fastest so far: at first the choice of another bucket, or stock.
+    4. With ``MEGATRON_FLUX_TUNE=off`` known plans run from the first call on. Other calls run stock, counted as
+       degraded.
 
     ``tune``, ``tune_model`` and calls that CUDA graphs capture do not wait for a training: they make calls until the
-    trial of this very m is over (:mod:`~megatron_flux.ops.tuner.alone`). ``tune`` measures all, whatever ships.
+    trial of exactly this m is over (:mod:`~megatron_flux.ops.tuner.alone`). ``tune`` measures all, also calls whose
+    plan ships.
 
 Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
-    ``reference``, which others must beat by 1 %, and the likeliest fused plans by rule, or all where these are asked
-    for. For another m of a call that was tried, what was close there. Where transfers go by chunks: ``reference`` and
-    ``chunked``, with the 8-bit wire format that the call allows; plain gathers are tried there, too.
+    ``reference``, which others must beat by 1 %, and the likeliest fused plans by rule, or all on request. If another m
+    of the call was tried: what was close there. Over links that send chunks: ``reference`` and ``chunked``, also in 8
+    bits if the call allows it; plain gathers are tried there, too.
 
 Agreement
-    All ranks of a group decide together: the first rank's setting, file and list count, and its file alone is written.
+    All ranks of a group decide together: the first rank's setting, file and list count, and only its file is written.
     Which candidate a call runs follows from the number of calls. Once a round ranks exchange their times on the host,
-    and make further calls meanwhile; a time that one of them lacks counts on none. A call whose plan is known
-    asks nobody, nor does a further m of a bucket. A candidate that fails on all ranks is dropped with a log line; one
-    that fails on some is an error on all, since what the others have enqueued waits.
+    and make further calls meanwhile. A time that one rank lacks counts on none. A call whose plan is known asks nobody;
+    nor does a further m of a bucket. A candidate that fails on all ranks is dropped with a log line. One that fails on
+    some is an error on all, because what the others have enqueued waits.
 
 Limits
-    * A trial takes some forty calls for three candidates, sixty where the host is the bound. One that does not get so
-      many goes on for ever, and is lost with the process: a job that resumes begins it again.
-    * Where the host is the bound, times tell little of the candidates: the likeliest one runs, unless stock or another
-      takes the host clearly less, and is not kept in the file (:mod:`~megatron_flux.ops.tuner.host_bound`).
-    * A plan that is kept runs in every training. So one that was found where the GPU was the bound, as ``tune`` does,
-      may be slower than stock where the host is.
-    * In a CUDA graph's capture nothing is tried, made or read: a call that has not run in this process, or has no
-      workspace of graphs, takes ``reference``, with a warning. Calls that will be captured take the entry of eager ones
-      where they have none, but for an all-reduce.
-    * What is remembered is bounded (:class:`~megatron_flux.comm.group_state.Cache`); nothing of it holds the group.
+    * A trial takes some forty calls for three candidates, sixty if the host is the bound. If the process ends before,
+      the trial is lost: a job that resumes begins it again.
+    * If the host is the bound, times say little about candidates: the likeliest one runs, unless stock or another one
+      needs clearly less host time. This is not stored (:mod:`~megatron_flux.ops.tuner.host_bound`).
+    * A stored plan runs in every training. So one that was found with the GPU as the bound, as by ``tune``, may be
+      slower than stock where the host is the bound.
+    * In a CUDA graph's capture nothing is tried, made or read. A call that has not run in this process, or has no
+      workspace for graphs, runs ``reference``, with a warning. Calls that will be captured use the entry of eager ones
+      if they have none of their own, except all-reduces.
+    * What is remembered is bounded (:class:`~megatron_flux.comm.group_state.Cache`) and does not keep the group alive.
 
 Hazards
-    * Candidates may differ in the last bits of a sum: so may two trainings, while one is tried.
-    * An earlier call that was broken off must not pass for a candidate that cannot run: a first turn looks for one.
+    * Candidates may differ in the last bits of a sum. So may two trainings, during a trial.
+    * An earlier call that was interrupted must not pass for a candidate that cannot run: a first turn looks for one.
 """

@@ -1,8 +1,8 @@
 """Decide about a call by itself, before a training makes it: ``tune``, and calls that a CUDA graph captures.
 
-A trial (:mod:`~megatron_flux.ops.tuner.trial`) on made-up calls. A column-parallel layer's dgrad is reduced while its
-wgrad runs: a way that needs no SM for that may win although it is slower by itself, and stock's costs nothing but what
-it takes from wgrad. So a GEMM of wgrad's size stands between such a call's begin and its wait.
+This is a trial (:mod:`~megatron_flux.ops.tuner.trial`) on made-up calls. A column-parallel layer's dgrad is reduced
+while its wgrad runs. Stock's reduction then costs only the time by which it slows wgrad down, and a plan that needs no
+SM for it may win although it is slower by itself. So a GEMM of wgrad's size runs between begin and wait of such a call.
 
 Calls of few rows take the host longer than the GPU. So those that will be captured are measured in graphs of
 :data:`CALLS` calls.

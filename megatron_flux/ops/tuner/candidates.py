@@ -1,4 +1,4 @@
-"""Candidates of a call: stock, and the plans or numbers of pieces that are worth a trial."""
+"""List the candidates of a call: stock, and the plans, or numbers of pieces, that are worth a trial."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Weigh what candidates take the host, where it is the bound: in most calls the GPU waits for it.
+"""Weigh the host time of candidates where the host is the bound, that is where the GPU waits for it in most calls.
 
-There a call costs a step what it takes the host. Chunks take it longer than stock, fused kernels less.
+There a call costs a step its host time. Chunked calls need more of it than stock, fused kernels less.
 
 Contract
-    * Stock and all that may still win take part, beside the choice: the fastest, or the likeliest where times of the
-      GPU tell nothing. It stays unless another one takes the host clearly less, so that noise does not decide.
-    * Where :data:`ENOUGH` turns of the choice and of stock found the GPU busy, the candidate wins for which GPU and
-      host together take the least: it loses no more of the one than it gains of the other. First turns count here.
-      Most calls run stock beside them: if stock leaves the GPU behind the host, they alone may tell.
-    * Elsewhere the candidate wins that takes the host the least.
-    * Where calls keep their number of rows, calls that will be replayed (:mod:`~megatron_flux.ops.recordings`) take it
-      what a replay does: few turns are replays.
-    * Else a candidate takes the host the median of its turns. Those that found the GPU busy count, too: a call that
-      takes the host little finds it idle only where something else delayed the host.
+    * Compared are the choice (the fastest, or the likeliest if GPU times say nothing), stock, and all that may still
+      win. The choice stays unless another one needs clearly less host time, so that noise does not decide.
+    * If :data:`ENOUGH` turns of the choice and of stock found the GPU busy, the candidate with the least GPU and host
+      time together wins: it loses no more of the one than it gains of the other. First turns count here. Most calls run
+      stock beside them: if only stock keeps the GPU behind the host, only first turns may tell.
+    * Otherwise the candidate with the least host time wins.
+    * If calls keep their number of rows and will be replayed (:mod:`~megatron_flux.ops.recordings`), the host time of a
+      replay counts, because few turns are replays.
+    * Otherwise a candidate's host time is the median of its turns. Turns that found the GPU busy count, too: a call of
+      little host time finds the GPU idle only if something else delayed the host.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     operator, sizes, dtype, weight form, group size, link | GPU | versions | settings
 
-``flux`` is the release and a hash of the code that runs a call: an update that changes none of it keeps what was tuned.
+``flux`` is the release and a hash of the code that runs a call, so an update that leaves this code alone keeps plans.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Plans that ship with the package: entries that the tuner has measured on other machines, with the run of each.
 
 ``shipped_plans.json`` holds them by kind of call and m. ``results/shipped-plans/tables.py`` writes it from the tuner's
-files of those runs. A kind is what must be the same here: operator, n, k, numbers, form of the weight, number of ranks,
-link, and the GPU's name. All of that is in a key of the tuner's file. What else is in a key, versions and hardware
-queues, may differ: that seldom makes another plan the fastest, and a trial costs every training some slow steps.
+files of those runs. A kind has what must be equal here: operator, n, k, number format, form of the weight, number of
+ranks, link, and the GPU's name. A key of the tuner's file has all that, and also versions and hardware queues. Those
+may differ: that seldom makes another plan the fastest, and a trial costs every training some slow steps.
 
-One setting may not: reference was measured without NCCL's multicast, which may make it faster. Two GPUs are not asked
-for that: NCCL has no multicast for them before 2.28.7 (``ncclNvlsInit``). Later releases rate it at a third of a ring's
-bandwidth or less (two channels of at most 60 GB/s, ``ncclTopoCompute`` and ``ncclTopoTuneModel``), and choose the ring.
+One setting may not differ: reference was measured without NCCL's multicast, which may make it faster. For two GPUs this
+is not checked: NCCL has no multicast for them before 2.28.7 (``ncclNvlsInit``). Later releases rate it at a third of a
+ring's bandwidth or less (two channels of at most 60 GB/s, ``ncclTopoCompute`` and ``ncclTopoTuneModel``), and choose
+the ring.
 """
 
 from __future__ import annotations

@@ -1,33 +1,35 @@
 """Try the candidates of a call in the calls of the training: each runs in turn, and the fastest stays.
 
+Words: a *turn* is one call that runs a candidate. A *round* is a series of turns, after which times are compared.
+
 Contract
-    * All candidates give right results, so a turn costs no step more than a slower candidate differs.
-    * Which candidate a call runs follows from the number of such calls alone. Once a round all ranks exchange their
+    * All candidates give right results, so a turn only costs the time by which a candidate is slower.
+    * Which candidate a call runs follows only from the number of such calls. Once a round all ranks exchange their
       times and what is compiled (:mod:`~megatron_flux.comm.agreement`): sent :data:`AHEAD` calls before the round ends,
       read at its end. So a rank waits only for peers that are later than these calls take.
-    * A turn is timed where it stands: from its begin on the stream to its end, of an asynchronous call to the end of
-      its wait, with what runs in between. A rank that came early waits in a turn; ranks' times are averaged.
-    * A turn counts where the GPU was behind the host, on all ranks. Elsewhere the time is the host's, and says nothing
-      of the candidate, nor of calls of more rows. Where some candidate has no turn that counts, the likeliest one wins:
-      by rule, or what was chosen for another m. It is not written to the file.
-    * Where most of the last turns found the GPU idle, the host is the bound. There stock or another candidate wins that
-      takes the host clearly less (:mod:`~megatron_flux.ops.tuner.host_bound`): it takes time to enqueue a turn, and the
-      wait of an asynchronous one. That is not written either.
-    * A round ends with :data:`GAP` calls that are not timed. Where its times are sent, the timed ones have ended on the
-      GPU, or nearly so; and the GPU is busy with the others. A round of no timed calls, in which kernels are compiled,
-      sends halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
-    * Kernels are compiled by other processes (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's,
-      calls run the fastest so far: at first what was chosen for another m, else stock.
-    * The first turn of a kernel may fail. Where it fails on all ranks, the candidate is left out; where it fails on
-      some, that is an error on all. So they wait for each other there: a call that went on before would leave its
-      kernel waiting for a peer that has failed, and find out after a time-out.
+    * A turn is timed on the stream from begin to end, or of an asynchronous call to the end of its wait, with what runs
+      in between. A rank that came early waits within a turn; so the ranks' times are averaged.
+    * A turn counts if the GPU was behind the host, on all ranks. Otherwise its time is the host's, and says nothing
+      about the candidate, nor about calls of more rows. If some candidate has no turn that counts, the likeliest one
+      wins: by rule, or the choice for another m. It is not stored.
+    * If most of the last turns found the GPU idle, the host is the bound. Then stock or another candidate wins if it
+      needs clearly less host time (:mod:`~megatron_flux.ops.tuner.host_bound`): the time to enqueue a turn, and the
+      wait of an asynchronous one. That is not stored either.
+    * A round ends with :data:`GAP` calls that are not timed. When times are sent, the timed calls have ended on the
+      GPU, or nearly so, and the GPU is busy with the others. A round without timed calls, in which kernels are
+      compiled, sends halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
+    * Other processes compile the kernels (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's
+      kernel, calls run the fastest so far: at first the choice for another m, else stock.
+    * The first turn of a kernel may fail. If it fails on all ranks, the candidate is dropped; if on some, that is an
+      error on all. So ranks wait for each other there. Otherwise a rank's kernel would wait for a peer that has failed,
+      and find out only after a timeout.
 
 Rounds
-    1. Stock, and every candidate as soon as it is compiled: once untimed, twice timed.
-    2. Those within :data:`LOSES` of the fastest by their better turn, in turns, :data:`SAMPLES` times each; once more
-       where too few of these count or the host is the bound, with stock; :data:`FINALS` times at most.
-    3. The one with the least median wins, beside calls of as many rows (:mod:`~megatron_flux.ops.tuner.effects`); stock
-       has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
+    1. Stock, and every candidate as soon as it is compiled: one turn untimed, two timed.
+    2. Those whose better turn is within :data:`LOSES` of the fastest: :data:`SAMPLES` turns each. This is repeated,
+       with stock, if too few of these count or the host is the bound; there are :data:`FINALS` such rounds at most.
+    3. The one with the least median wins, compared at equal numbers of rows (:mod:`~megatron_flux.ops.tuner.effects`).
+       Stock has the margin of :data:`~megatron_flux.ops.tuner.candidates.MARGIN`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide what runs a call: looked up, taken from another m, or tried. Contract: :mod:`megatron_flux.ops.tuner`."""
+"""Decide what runs a call: a known plan, that of another m, or a trial. Contract: :mod:`megatron_flux.ops.tuner`."""
 
 from __future__ import annotations
 

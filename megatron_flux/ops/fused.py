@@ -129,7 +129,8 @@ class FusedPlan(Plan):
             if kernels is not None and self._captured:  # a plan that is not among the group's, perhaps in a capture
                 state_of(call.group).graph_slabs.append(kernels.slab)
             together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
-            if isinstance(self.config, KernelConfig) and divided(call, self.config, together):
+            config = self.config
+            if isinstance(config, KernelConfig) and config.ws and divided(call, config, together):
                 slab.make_sums(self._sms)
             kernels = self._kernels = Kernels(slab, together)
             self._begin(slab)

@@ -57,7 +57,7 @@ class Fused(ReferenceBackend):
         """Nothing here is ever broken off."""
 
 
-def listed(*_: Any, promoted: bool | None) -> list[KernelConfig]:
+def listed(*_: Any, promoted: bool | None, **__: Any) -> list[KernelConfig]:
     return list(PLANS) if promoted is None else [PLANS[promoted]]
 
 
@@ -186,7 +186,7 @@ def test_a_file_that_cannot_be_used_is_said_once_and_tuning_goes_on(
 def test_the_first_ranks_list_holds_for_all(tmp_path: Path) -> None:
     """The second's is another one: ranks may run other releases of a driver."""
     with without_gpus(tmp_path / "tuned.json"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "candidates", lambda *_, promoted: list(PLANS)[: 2 - dist.get_rank()])
+        patch.setattr(candidates, "candidates", lambda *_, **__: list(PLANS)[: 2 - dist.get_rank()])
         tuned = made()
         train(tuned, the_call())
         (one,) = trials(tuned)

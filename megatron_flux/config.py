@@ -64,7 +64,8 @@ class FluxConfig:
         bool | None, "Keep the gathered inputs of column-parallel layers for wgrad. Default: where the link is slow."
     ] = None
     keep_gathered_bytes: Annotated[
-        int | None, "Bytes a process may keep for that, as 8GB. Default: a quarter of what one step leaves; CPUs: all."
+        int | None,
+        "Bytes a process may keep, such as 8GB. Default: a quarter of what one step leaves; CPUs: all.",
     ] = None
     fp8: Annotated[bool, "Run TransformerEngine's layers under FP8 autocast, too, instead of stock."] = True
     link: Annotated[

@@ -41,7 +41,7 @@ class _Measured(Options):
     group: ClassVar[str] = "Measuring"
 
     rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
-    seconds: float | None = option(None, "Begin no further call after this long. Default: no limit.", gt=0)
+    seconds: float | None = option(None, "Start no further call after this many seconds. Default: no limit.", gt=0)
     out: Path | None = option(None, "Run folder. Default: runs/<time>-bench-ops, -peers or -layer.")
     overwrite: bool = option(False, "Replace an earlier run in --out.")
 
@@ -60,8 +60,10 @@ class _Calls(LinkOptions):
         ["forward", "dgrad"], "forward and dgrad with sequence parallelism; decode, without it, in CUDA graphs."
     )
     tp: int | None = _tp("GPUs of the group. Default: all; 8 in a dry run without GPUs.", ge=2)
-    dtype: Literal["bf16", "fp16"] = _in_file("bf16", "Operands and results.")
-    fp8: list[Recipe] | None = _fp8("FP8 operands by these recipes instead. delayed and current make the same calls.")
+    dtype: Literal["bf16", "fp16"] = _in_file("bf16", "Type of operands and results.")
+    fp8: list[Recipe] | None = _fp8(
+        "Use FP8 operands by these recipes instead. delayed and current make the same calls."
+    )
 
     def cases(self) -> list[Case]:
         """List the calls of a run, whose ``tp`` is known.
@@ -98,7 +100,7 @@ class TuneOptions(_Calls, GradWireOptions):
 
     group: ClassVar[str] = "Measuring"
 
-    force: bool = option(False, "Measure again what has a plan already.")
+    force: bool = option(False, "Measure calls again that already have a plan.")
     cache: Path | None = _in_file(
         None, "JSON file of the plans. Default: MEGATRON_FLUX_TUNE_CACHE, or the user's cache folder."
     )
@@ -124,19 +126,19 @@ class LayerOptions(_Measured, LoraOptions):
         f"Variants: {', '.join(BASES)}. no_communication skips all communication, unsynchronised sends and never "
         "waits: bounds, not trainings. fsdp is ZeRO-3 without tensor parallelism (torch's FSDP2, gradients reduced in "
         "fp32; fsdp_bf16: in bf16); its ranks share each micro-batch by sequences, so tp must divide "
-        "--micro-batch-size. te_again is te once more, which shows the noise. flux_te:NAME=VALUE changes a "
+        "--micro-batch-size. te_again is te a second time, which shows the noise. flux_te:NAME=VALUE changes a "
         "setting of FluxConfig: flux_te:gather_ahead=false, flux_te:backend=chunked_int8.",
     )
     seq_length: int | None = option(None, "Tokens per sequence, instead of the preset's.", ge=1)
     micro_batch_size: list[PositiveInt] | None = option(
         None, "Sequences per step, instead of the preset's. Default of decode: 1,8,64,512."
     )
-    num_layers: int | None = option(None, "Layers per step. Default: 4; 2 of llama3-405b and small.", ge=1)
+    num_layers: int | None = option(None, "Layers per step. Default: 4; 2 for llama3-405b and small.", ge=1)
     context_length: int = _in_file(2048, "Tokens of each sequence in the cache of a decode step.", ge=1)
     sequence_parallel: bool = option(True, "Without it every rank has all rows between linears.")
     frozen: bool = option(False, "Give no parameter of the layers a gradient; --lora does so too.")
     delay_wgrad: bool = option(
-        False, "Compute weight gradients behind backward (Megatron's delay_wgrad_compute), in layers of experts."
+        False, "Compute weight gradients after backward (Megatron's delay_wgrad_compute), in layers of experts."
     )
     fp8: list[Recipe] | None = _fp8("Run TransformerEngine's layers in FP8 by these recipes instead.")
     tp: int | None = _tp("Processes, one per GPU. Default: all GPUs.", ge=1)
@@ -147,7 +149,9 @@ class LayerOptions(_Measured, LoraOptions):
     cuda_graphs: bool | None = _in_file(None, "Capture steps in CUDA graphs. Default: in decode.")
     rounds: int = option(9, "Rounds; each times every variant once, in random order.", ge=1)
     burst: int | None = _in_file(None, "Steps of a variant in a round, back to back. Default: 3; decode 30.", ge=1)
-    seconds: float | None = option(None, "Start no further round after this long, over all models.", gt=0)
+    seconds: float | None = option(
+        None, "Start no further round after this many seconds, counted over all models.", gt=0
+    )
     trace: bool = _in_file(True, "Record one more step of each variant: breakdown and trace file.")
     timeout: float = _in_file(600.0, "Seconds after which a collective without its peers is an error.", gt=0)
 
@@ -163,9 +167,13 @@ class PeersOptions(_Measured):
     )
     model: list[str] = option(["llama3-8b", "llama2-70b", "qwen2.5-32b", "gpt3-175b"], f"Models: {', '.join(PRESETS)}.")
     m: list[PositiveInt] = option([512, 2048, 8192, 32768], "Rows of the whole group.")
-    dtype: list[Literal["bf16", "fp8"]] = option(["bf16", "fp8"], "Operands; fp8: e4m3, one scale a tensor.")
+    dtype: list[Literal["bf16", "fp8"]] = option(
+        ["bf16", "fp8"], "Type of the operands; fp8 is e4m3 with one scale per tensor."
+    )
     tp: int | None = _tp("GPUs of the group. Default: all; 2 without GPUs.", ge=2)
-    arms: list[str] = option(["nccl", "nccl_symm", "torch_async_tp", "te_userbuffers", "flux"], "Who runs the calls.")
+    arms: list[str] = option(
+        ["nccl", "nccl_symm", "torch_async_tp", "te_userbuffers", "flux"], "Implementations to time."
+    )
     burst: int = _in_file(6, "Back-to-back calls per round and arm.", ge=1)
     timeout: float = _in_file(600.0, "Seconds after which an arm that has not come back ends the run.", gt=0)
     device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")

@@ -15,7 +15,9 @@ class FoldOptions(Options):
 
     checkpoint: Path = argument(..., "Folder of a GPTQ checkpoint (safetensors).")
     out: Path = argument(..., "Folder to make.")
-    tp: int | None = option(None, "Refuse what so many ranks could not share.", long="tensor-model-parallel-size", ge=1)
+    tp: int | None = option(
+        None, "Refuse a checkpoint that this many ranks cannot share.", long="tensor-model-parallel-size", ge=1
+    )
     check: bool = option(False, "Compare every MLP with the unfolded one, dequantised in fp32.")
     dry_run: bool = option(False, "Check everything, write nothing.")
 

@@ -75,7 +75,7 @@ class ResumeOptions(Options):
     time: Duration | None = option(None, "Time limit, instead of the job's.")
     exclude: Directive | None = option(None, "Nodes to leave out, instead of the job's.")
     dependency: queue.Dependency | None = option(None, "What the job waits for, in Slurm's form: afterok:123.")
-    from_start: bool = option(False, "Begin anew what has no checkpoint.")
+    from_start: bool = option(False, "Restart repetitions that have no checkpoint.")
     dry_run: bool = option(False, "Print the command, submit nothing.")
 
 

@@ -53,12 +53,14 @@ class FluxOptions(GradWireOptions):
     )
     gather_ahead: bool = _in_file(True, "In backward, gather a column layer's input beside the wgrad of the row layer.")
     keep_gathered: bool | None = _in_file(
-        None, "Keep gathered inputs for wgrad, do not gather them again. Default: where the link is slow."
+        None, "Keep gathered inputs for wgrad instead of gathering them again. Default: where the link is slow."
     )
     keep_gathered_bytes: ByteSize | None = _in_file(
-        None, "Bytes a process may keep for that, as 8GB. Default: a quarter of what the first step leaves; CPUs: all."
+        None,
+        "Bytes a process may keep for keep_gathered, such as 8GB. Default: a quarter of what the first step leaves; "
+        "CPUs: all.",
     )
-    strict: bool = option(False, "An error where a layer cannot run flux, instead of stock.")
+    strict: bool = option(False, "Raise an error if a layer cannot run flux, instead of running stock.")
 
 
 class ModelOptions(Options):
@@ -81,7 +83,7 @@ class ModelOptions(Options):
     )
     fp8: Recipe | None = option(
         None,
-        "FP8 recipe of the layers' linears; needs bf16 and --transformer-impl transformer_engine. Tried at TP 2 alone.",
+        "FP8 recipe of the layers' linears; needs bf16 and --transformer-impl transformer_engine. Tested at TP 2 only.",
         long="fp8-recipe",
     )
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = _in_file(
@@ -143,7 +145,7 @@ class LearningOptions(Options):
     dropout: float = _in_file(0.0, "Dropout of attention and hidden states.", ge=0, lt=1)
     seed: int = option(1234, "Seed of weights, data order and dropout.", ge=1)
     precision: Literal["fp32", "bf16"] | None = _in_file(
-        None, "Of parameters and activations. Default: bf16 on GPUs, fp32 on a CPU."
+        None, "Data type of parameters and activations. Default: bf16 on GPUs, fp32 on a CPU."
     )
     recompute: Literal["none", "selective", "full"] = option(
         "none", "Activation recomputation.", long="recompute-granularity"
@@ -185,7 +187,9 @@ class MetricsOptions(Options):
 
     log_interval: int = _in_file(1, "Steps between log lines.", ge=1)
     sample_interval: int = _in_file(10, "Steps between samples of operator times, ranks and GPUs; 0 is never.", ge=0)
-    profile_steps: str | None = option(None, "Steps to trace with torch.profiler, as 5-7 (from the start of training).")
+    profile_steps: str | None = option(
+        None, "Steps to trace with torch.profiler, such as 5-7 (from the start of training)."
+    )
     nvtx: bool = _in_file(False, "Name operators for nsys; with profile_steps nsys captures, not torch.profiler.")
     wandb: Literal["disabled", "offline", "online", "auto"] = option(
         "disabled", "Mirror the metrics to wandb; auto is online where it is logged in, else offline."
@@ -234,7 +238,7 @@ class TrainOptions(RunOptions, ProcessOptions, ModelOptions):
 
     group: ClassVar[str] = "Flux"
 
-    flux: bool = option(True, "Run patched, or with --no-flux stock.")
+    flux: bool = option(True, "Run flux; --no-flux runs stock.")
 
 
 class CompareOptions(RunOptions, ProcessOptions, ModelOptions):
@@ -244,7 +248,7 @@ class CompareOptions(RunOptions, ProcessOptions, ModelOptions):
 
     fsdp: bool = option(
         False,
-        "Also train without tensor parallelism, by ZeRO-3 (torch's FSDP2), from the same weights on the same batches. "
+        "Also train without tensor parallelism, with ZeRO-3 (torch's FSDP2), from the same weights and batches. "
         "Recorded in the folder fsdp and noted below the table, but in no chart. tp must divide --micro-batch-size; "
         "pp is 1, and FP8, dropout, --lora, --save and --load are refused.",
     )
@@ -256,6 +260,6 @@ class CompareOptions(RunOptions, ProcessOptions, ModelOptions):
     )
     loss_tolerance: float | None = option(
         None,
-        "Exit code 1, and a line that says so, where any step's losses differ by more than this, relatively.",
+        "End with exit code 1 and a message if the losses of any step differ, relatively, by more than this.",
         ge=0,
     )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import megatron_flux
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
@@ -24,32 +20,11 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import AllGatherGemmPlan, Binding, GemmAllReducePlan, Kernels, Views
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.unit.groups import group_of, slab_on_gpu
-from tests.unit.ops.fakes import on_gpu
+from tests.unit.ops.fakes import called, on_gpu
 
 pytest.importorskip("triton")
 
 from megatron_flux.kernels.launch import Relaunch, Rows
-
-PACKAGE = str(Path(megatron_flux.__file__).parent) + os.sep
-
-
-def called(call: Callable[[], Any]) -> list[str]:
-    """Functions of the package that run in ``call``, as ``file:name``, in order; one for all of Triton's kernels."""
-    found: list[str] = []
-
-    def see(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE):
-            kernel = name.startswith((f"{PACKAGE}kernels/plain", f"{PACKAGE}kernels/device"))
-            if not (kernel and found[-1].startswith("kernel:")):
-                found.append("kernel:" if kernel else f"{name.removeprefix(PACKAGE)}:{frame.f_code.co_name}")
-
-    sys.setprofile(see)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 class Driver:

@@ -59,10 +59,10 @@ def all_gather_gemm_rows(at: SlabCall) -> dict[str, Any]:
     bm, mp = config.bm, m // at.work.tp
     rows = {
         "a": _tiles(at.gathered, m, k, bm, config.bk), "xd": _tiles(call.x, mp, k, bm, config.bk),
-        "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp, **_last_round(at, cdiv(mp, bm) * at.work.tp, at.sms),
+        "c": _tiles(at.out, m, n, bm, PIECE), "mp": mp,
+        # Where two tiles share rows, both must sum in one order: then these have the same bits.
+        **(UNDIVIDED if mp % bm else _last_round(at, cdiv(mp, bm) * at.work.tp, at.sms)),
     }  # fmt: skip
-    if mp % bm:  # two tiles have some rows; only while both sum in one order they have the same bits
-        rows |= UNDIVIDED
     if at.scales is not None:
         assert call.fp8 is not None  # noqa: S101
         rows |= {"xs": _scales_of(call.fp8.x.scale_inv, bm), "gs": _scales_of(at.scales, bm)}
@@ -121,9 +121,11 @@ def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
 
 
 def _sums(at: SlabCall) -> tuple[Any, Any]:
-    """Return where CTAs keep what they have summed of a part of a tile, and the flags that say so."""
+    """Return where CTAs keep what they have summed of a part of a tile, and the flags that say so. A plan that divides
+    none is compiled alike whether others on the slab have made that memory.
+    """
     work = at.work
-    return at.out if work.sums is None else work.sums, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
+    return work.sums if _splits(at) else at.out, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

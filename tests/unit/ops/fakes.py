@@ -82,7 +82,7 @@ class Work:
         self.scales = torch.zeros(2, 2, 2, 128).as_subclass(OnGpu)  # by half: [tp, kb, ld]
 
     def make_sums(self, sms: int) -> None:
-        pass
+        self.sums = torch.zeros(1)
 
     def claim(self, spec: int = 0) -> tuple[int, int]:
         self.check()

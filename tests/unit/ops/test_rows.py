@@ -110,3 +110,17 @@ def test_products_with_an_addend_are_not_divided(monkeypatch: pytest.MonkeyPatch
     at = slab_call("gemm_reduce_scatter", 512, "none", {})
     at.call = OperatorCall("gemm_reduce_scatter", at.call.x, WEIGHT, group_of(2), addend=torch.zeros(512, N).bfloat16())
     assert hopper_arguments.gemm_reduce_scatter(at).constants["SPLIT_K"] is False
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_an_undivided_plan_is_compiled_alike_whatever_others_have_made(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a kernel that was compiled ahead is compiled again, in a step."""
+    build = hopper_arguments.all_gather_gemm if operator == "all_gather_gemm" else hopper_arguments.gemm_reduce_scatter
+    at = slab_call(operator, 512, "tensor", {})
+    found = []
+    for sums in (None, torch.zeros(1)):
+        monkeypatch.setattr(WORK, "sums", sums)
+        found.append([seen(argument) for argument in build(at).arguments])
+    assert found[0] == found[1]

@@ -242,8 +242,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank lists its own candidates",
         f"{OPS}/tuner/candidates.py",
-        "agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divided))",
-        "list_plans(call, full, divided)",
+        "agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divides))",
+        "list_plans(call, full, divides)",
         ("tests/distributed/test_tuner.py::test_the_first_ranks_list_holds_for_all",),
     ),
     Fault(
@@ -1046,8 +1046,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "tiles that two teams share change their width",
         f"{OPS}/tuner/candidates.py",
-        "if divides(call) or (call.fp8 is not None and call.fp8.promoted):",
-        "if divides(call) or (call.fp8 is not None and call.fp8.blocks):",
+        "if may_divide(call) or (call.fp8 is not None and call.fp8.promoted):",
+        "if may_divide(call) or (call.fp8 is not None and call.fp8.blocks):",
         ("tests/unit/ops/test_plan.py::test_only_fp8_gets_the_other_width_and_not_where_two_teams_share_a_tile",),
     ),
     Fault(

@@ -96,8 +96,8 @@ def differences(config: Any) -> list[str]:
     return [f"{field.name}={value}" for field, value in values if value != field.default]
 
 
-SUM_BLOCKS = 4
-SHORT_M, SHORT_ROUNDS = 2048, 8
+SUM_BLOCKS = 4  # blocks of k that a tile multiplies while a part's sums are added
+SHORT_M, SHORT_ROUNDS = 2048, 8  # rows and rounds of a gather up to which half tiles may be fastest
 HALF_TILE = 0.53
 """Time of a tile of 128 columns, in times of one of 256."""
 

@@ -108,7 +108,7 @@ class FusedBackend(Backend):
             how, promoted = config or self._config, None if call.fp8 is None else call.fp8.promoted
             if how is None:
                 (m, n, k), tp, sms = call.sizes, call.group.size(), sm_count(call.x.device)
-                how = by_rule(call.operator, m // tp, n, k, tp, sms, hopper_kernels(call), promoted, divides(call))
+                how = by_rule(call.operator, m // tp, n, k, tp, sms, hopper_kernels(call), promoted, may_divide(call))
             elif how.ws and not hopper_kernels(call, how.bm):
                 how = replace(how, ws=False)
             if promoted is not None:
@@ -141,7 +141,7 @@ def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
     return not in_blocks or call.operator == "gemm_all_reduce" or rows * 4 % ALIGNMENT == 0
 
 
-def divides(call: OperatorCall) -> bool:
+def may_divide(call: OperatorCall) -> bool:
     """Return True if Hopper kernels may divide tiles of the call's last round along k. Collective on first use."""
     return divided(call, KernelConfig(ws=True), links.starts_together(call.group, captured=call.captured))
 

@@ -13,7 +13,7 @@ from megatron_flux.ops import kernel_config
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.backend import Plan as CallPlan
 from megatron_flux.ops.backends.chunked import ChunkedBackend, piece_counts
-from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates, divides, hopper_kernels
+from megatron_flux.ops.backends.fused import FusedBackend, all_reduce_candidates, hopper_kernels, may_divide
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.device import sm_count
@@ -62,8 +62,8 @@ def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list
     """Return the candidates, stock first. Collective. ``full``: all of them, not :data:`SHORT`."""
     if keys.by_chunks(call.x, call.group):
         return [UNMEASURED, *_chunked(call, backends)]
-    about, divided = f"candidates of {keys.words_of(call)}", divides(call)
-    plans = agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divided))
+    about, divides = f"candidates of {keys.words_of(call)}", may_divide(call)
+    plans = agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divides))
     return [UNMEASURED, *(Entry(backend="fused", plan=plan) for plan in plans)]
 
 
@@ -76,8 +76,8 @@ def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
     ]
 
 
-def list_plans(call: OperatorCall, full: bool, divided: bool) -> list[Plan]:
-    """Return the plans to try, the choice by rule first; ``full``: all of them, not :data:`SHORT`. ``divided``: kernels
+def list_plans(call: OperatorCall, full: bool, divides: bool) -> list[Plan]:
+    """Return the plans to try, the choice by rule first; ``full``: all of them, not :data:`SHORT`. ``divides``: kernels
     may divide tiles of the last round.
     """
     tp = call.group.size()
@@ -85,7 +85,7 @@ def list_plans(call: OperatorCall, full: bool, divided: bool) -> list[Plan]:
         return [*all_reduce_candidates(call)]
     operands = (call.operator, call.m // tp, call.n, call.k, tp, sm_count(call.x.device), hopper_kernels(call))
     promoted = None if call.fp8 is None else call.fp8.promoted
-    plans = candidates(*operands, promoted=promoted, divides=divided)
+    plans = candidates(*operands, promoted=promoted, divides=divides)
     return [*plans] if full else [*plans[:SHORT]]
 
 
@@ -101,7 +101,7 @@ def in_fewest_rounds(call: OperatorCall, entry: Entry) -> Entry:
     """Return the entry of another m, with tiles of the width that suits the m of ``call``."""
     if not isinstance(entry.plan, KernelConfig) or call.operator != "gemm_reduce_scatter":
         return entry
-    if divides(call) or (call.fp8 is not None and call.fp8.promoted):  # no round to save; two teams share a tile
+    if may_divide(call) or (call.fp8 is not None and call.fp8.promoted):  # no round to save; two teams share a tile
         return entry
     tp = call.group.size()
     plan = kernel_config.in_fewest_rounds(entry.plan, call.m // tp, call.n, tp, sm_count(call.x.device))

@@ -779,11 +779,18 @@ FAULTS: tuple[Fault, ...] = (
         (FENCES,),
     ),
     Fault(
-        "the first part of a tile's product does not wait for the others",
+        "the last part of a tile's product does not wait for the others",
         f"{KERNELS}/hopper/split_k.py",
-        "for part in range(1, others):\n            wait_flags",
-        "for part in range(1, others - parts):\n            wait_flags",
+        "for part in range(all_parts - 1):\n            wait_flags",
+        "for part in range(all_parts - parts):\n            wait_flags",
         checks=("late_hopper",),
+    ),
+    Fault(
+        "the first part of a tile's product waits for parts that other CTAs may never begin",
+        f"{KERNELS}/hopper/split_k.py",
+        "hands_over = part == parts - 1",
+        "hands_over = part == 0",
+        ("tests/unit/kernels/test_split_k.py::test_parts_cover_every_tile",),
     ),
     Fault(
         "Hopper kernels poll without acquire",
@@ -823,7 +830,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Hopper GEMM+RS publishes before its stores have arrived",
         f"{KERNELS}/hopper/gemm_rs.py",
-        "        each_thread(STORES_DONE, epoch)\n",
+        "                each_thread(STORES_DONE, epoch)\n",
         "",
         (FENCES,),
     ),

@@ -130,7 +130,7 @@ class FusedPlan(Plan):
                 state_of(call.group).graph_slabs.append(kernels.slab)
             together = self._holds_sms and links.starts_together(call.group, captured=self._captured)
             config = self.config
-            if isinstance(config, KernelConfig) and config.ws and divided(call, config, together):
+            if isinstance(config, KernelConfig) and config.ws and divided(call, config):
                 slab.make_sums(self._sms)
             kernels = self._kernels = Kernels(slab, together)
             self._begin(slab)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from megatron_flux.comm.slab import FLAG_WORDS, SUM_WORDS
 from megatron_flux.kernels.hopper import pieces
 from megatron_flux.kernels.hopper.ag_gemm import hopper_ag_gemm_kernel
 from megatron_flux.kernels.hopper.gemm_rs import hopper_gemm_rs_kernel
@@ -40,7 +39,7 @@ def all_gather_gemm(at: SlabCall) -> Launch:
         *by,
         work.data_table, work.flags[work.rank],
         *work.arguments(at.half), at.half * (work.half_bytes // x.element_size()),
-        n, k, rows["mp"], chunk_k, work.rank, rows["left"], rows["parts"], *_sums(at),
+        n, k, rows["mp"], chunk_k, work.rank, rows["left"], rows["parts"], work.sums if _splits(at) else at.out,
     )  # fmt: skip
     constants = at.constants() | {
         "GROUP": config.group, "KCH": cdiv(k, chunk_k), "WIDTH": 1024, "SPAN": config.span,
@@ -83,7 +82,7 @@ def gemm_reduce_scatter(at: SlabCall) -> Launch:
         *work.arguments(at.half), at.half * (space.shape[0] // 2),
         n, cdiv(k, config.bk), rows["mp"], work.rank,
         2 * config.bm * config.bn * k * config.spread // (100 * SM_FLOP_PER_NS * (2 if call.fp8 else 1)),
-        rows["workers"], rows["left"], rows["parts"], *_sums(at),
+        rows["workers"], rows["left"], rows["parts"], work.sums if _splits(at) else at.out,
     )  # fmt: skip
     constants = at.constants() | {
         "STEPS": at.steps, "BAND": config.band, "STAGES": config.stages, "RING": config.ring, "PIECES": 4,
@@ -109,7 +108,7 @@ def gemm_reduce_scatter_rows(at: SlabCall) -> dict[str, Any]:
 
 
 def _splits(at: SlabCall) -> bool:
-    return divided(at.call, at.config, at.beside)
+    return divided(at.call, at.config)
 
 
 def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
@@ -118,14 +117,6 @@ def _last_round(at: SlabCall, row_blocks: int, busy: int) -> dict[str, int]:
     call, config = at.call, at.config
     left, parts = last_round(row_blocks * cdiv(call.n, config.bn), cdiv(call.k, config.bk), busy)
     return {"left": left, "parts": parts}
-
-
-def _sums(at: SlabCall) -> tuple[Any, Any]:
-    """Return where CTAs keep what they have summed of a part of a tile, and the flags that say so. A plan that divides
-    none is compiled alike whether others on the slab have made that memory.
-    """
-    work = at.work
-    return work.sums if _splits(at) else at.out, work.flags[work.rank][at.half * FLAG_WORDS + SUM_WORDS :]
 
 
 def _scale_names(call: Any) -> tuple[str, ...]:

@@ -119,12 +119,12 @@ def _needed(config: KernelConfig, mp: int, n: int, tp: int, sms: int) -> int:
     return fewest if sms - fewest >= MIN_REDUCER_SMS else sms
 
 
-def divided(call: OperatorCall, config: KernelConfig, together: bool) -> bool:
+def divided(call: OperatorCall, config: KernelConfig) -> bool:
     """Return True if the kernel may divide tiles of the last round (:mod:`megatron_flux.kernels.hopper.split_k`).
 
-    ``together``: calls start together on all ranks. An addend leaves no registers for the sums of parts.
+    An addend leaves no registers for the sums of parts.
     """
-    plain = call.fp8 is None and call.addend is None and not together
+    plain = call.fp8 is None and call.addend is None
     return plain and config.ws and config.teams == 1 and config.bm * config.bn <= TILE_NUMBERS
 
 

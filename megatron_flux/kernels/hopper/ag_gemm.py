@@ -33,7 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megatron_flux.kernels.device import OP_AG, leave, raster
+from megatron_flux.kernels.device import MOST_CTAS, OP_AG, leave, raster
 from megatron_flux.kernels.hopper.pieces import (
     FENCE_PROXY,
     PIECE,
@@ -104,7 +104,7 @@ def _load(
     arrived = rank * per_source  # not an alias of rank, which would not be carried through the loop
     tiles = own * npn * TP
     for unit in range(gl.program_id(0), tiles + left * (parts - 1), CTAS):
-        t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
+        t, first, last, _ = part_of(unit, tiles, kt, left, parts, SPLIT_K)
         src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
         row = _first_row(rb, mp, s.BM)
         if src == rank:
@@ -126,19 +126,23 @@ def _load(
 
 @gluon.jit
 def _store(
-    s, c, own, npn, mp, rank, GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr, CTAS: gl.constexpr,
+    s, c, own, npn, mp, rank, left, parts,
+    GROUP: gl.constexpr, TP: gl.constexpr, SPAN: gl.constexpr, CTAS: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     slot = 0
     phase = 0
-    for t in range(gl.program_id(0), own * npn * TP, CTAS):
-        src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
-        row = src * mp + _first_row(rb, mp, s.BM)
-        for piece in gl.static_range(s.BN // PIECE):
-            mbarrier.wait(s.ready.index(slot), phase)
-            copy_out(c, [row, pn * s.BN + piece * PIECE], s.pieces.index(slot))
-            tma.store_wait(0)
-            mbarrier.arrive(s.free.index(slot), count=1)
-            slot, phase = advance(slot, phase, s.RING)
+    tiles = own * npn * TP
+    for unit in range(gl.program_id(0), tiles + left * (parts - 1), CTAS):
+        t, _, _, hands_over = part_of(unit, tiles, tiles, left, parts, SPLIT_K)
+        if hands_over:
+            src, rb, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
+            row = src * mp + _first_row(rb, mp, s.BM)
+            for piece in gl.static_range(s.BN // PIECE):
+                mbarrier.wait(s.ready.index(slot), phase)
+                copy_out(c, [row, pn * s.BN + piece * PIECE], s.pieces.index(slot))
+                tma.store_wait(0)
+                mbarrier.arrive(s.free.index(slot), count=1)
+                slot, phase = advance(slot, phase, s.RING)
 
 
 @gluon.jit
@@ -199,15 +203,16 @@ def _multiply(
         scale = gl.load(xs) * gl.load(ws)
     tiles = own * npn * TP
     for unit in range(gl.program_id(0), tiles + left * (parts - 1), CTAS):
-        t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
+        t, first, last, hands_over = part_of(unit, tiles, kt, left, parts, SPLIT_K)
         col = 0
         if BIAS:
             _, _, pn = _place(t, own, npn, rank, GROUP, SPAN, TP)
-            col = gl.where(unit < tiles, pn * s.BN, n)  # the first part's sum has the bias: there is none behind n
+            col = gl.where(hands_over, pn * s.BN, n)  # the sum of one part has the bias: there is none behind n
         acc, slot, phase = product(s, slot, phase, last - first, scale, bias, col, n, BIAS, TEAM)
         if SPLIT_K:
             slot_d, phase_d = finish_part(
-                acc, s, slot_d, phase_d, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP_AG
+                acc, s, slot_d, phase_d, t, unit, hands_over, tiles, left, parts, sums, summed, epoch, err, limit, rank,
+                OP_AG,
             )  # fmt: skip
         else:
             slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
@@ -216,7 +221,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["slot", "next_slot", "flag_off", "rank", "limit", "mp", "left", "parts"])
 def hopper_ag_gemm_kernel(
     a, xd, b, c, x, kept, bias, xs, gs, ws, data_table, flags, ctrl, epochs, err, limit, slot, next_slot,
-    flag_off, buf_off, n, k, mp, chunk_k, rank, left, parts, sums, summed,
+    flag_off, buf_off, n, k, mp, chunk_k, rank, left, parts, sums,
     TP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, KCH: gl.constexpr,
     WIDTH: gl.constexpr, SPAN: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     KEEP: gl.constexpr, OWN: gl.constexpr, CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr,
@@ -230,6 +235,7 @@ def hopper_ag_gemm_kernel(
     and what it needs are those of :mod:`megatron_flux.kernels.hopper.split_k`; without, left is 0 and parts 1.
     """
     epoch = gl.load(epochs + slot)
+    summed = flags + flag_off - MOST_CTAS
     own = gl.cdiv(mp, BM)
     npn = gl.cdiv(n, BN)
     kt = gl.cdiv(k, BK)
@@ -243,7 +249,7 @@ def hopper_ag_gemm_kernel(
                              GROUP, TP, SPAN, CTAS, BIAS, SPLIT_K, 0)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
                          rank, left, parts, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS, SPLIT_K)),
-                (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, left, parts, GROUP, TP, SPAN, CTAS, SPLIT_K)),
                 (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
                          BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),
             ],
@@ -259,7 +265,7 @@ def hopper_ag_gemm_kernel(
                              GROUP, TP, SPAN, CTAS, BIAS, SPLIT_K, 1)),
                 (_load, (s, a, xd, b, xs, gs, ws, flags, flag_off, epoch, err, limit, own, npn, kt, chunk_k // BK, mp,
                          rank, left, parts, GROUP, KCH, TP, SPAN, EARLY, LATE, CTAS, SPLIT_K)),
-                (_store, (s, c, own, npn, mp, rank, GROUP, TP, SPAN, CTAS)),
+                (_store, (s, c, own, npn, mp, rank, left, parts, GROUP, TP, SPAN, CTAS, SPLIT_K)),
                 (_keep, (x, kept, data_table, buf_off, flags, flag_off, epoch, err, limit, own, mp, k, chunk_k, rank,
                          BM, KCH, TP, EARLY, LATE, WIDTH, KEEP, OWN, CTAS)),
             ],

@@ -17,9 +17,10 @@ Schedule
     * A tile's flag is written as soon as the tile has arrived.
     * A worker's *share* is every tile in ``workers``. BESIDE other process groups, a worker marks its share as taken
       when it starts. Shares that are still free when it has finished belong to CTAs that have not started, because
-      another group's kernel holds their SMs. *load* takes these shares too, and tells the other warps. CTAs start in
-      the order of their numbers, so all tiles are sent, however few CTAs run. This costs 0 to 0.5 % in bf16, and 1 to
-      2 % in FP8 with blocks (2 x H100). Numbers from a counter, in the order in which CTAs start, cost 1 to 6 %.
+      another group's kernel holds their SMs. *load* takes these too, the lowest first, and tells the other warps. CTAs
+      start in the order of their numbers, so all tiles are sent, however few CTAs run. This costs 0 to 0.5 % in bf16,
+      and 1 to 2 % in FP8 with blocks (2 x H100). Numbers from a counter, in the order in which CTAs start, cost 1 to
+      6 %.
     * With SPLIT_K the tiles of the last round are divided along k: :mod:`megatron_flux.kernels.hopper.split_k`.
 
 Measured (4 x H200, m=1024, n=12288, k=3072)
@@ -83,18 +84,18 @@ def _shares(taken, epoch, workers, TEAMS: gl.constexpr, BESIDE: gl.constexpr):
 
 
 @gluon.jit
-def _left(taken, epoch, workers):
-    """Take the last share that its own CTA has not; workers if there is none."""
+def _left(taken, epoch, workers, above):
+    """Take the first share above ``above`` that its own CTA has not; workers if there is none."""
     layout: gl.constexpr = gl.BlockedLayout([MOST_CTAS // 32], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, MOST_CTAS, layout=layout)
     share = workers
-    last = 0
-    while (share == workers) & (last >= 0):
+    first = workers - 1
+    while (share == workers) & (first < workers):
         seen = gl.load(taken + lane, mask=lane < workers, other=epoch, cache_modifier=".cg")
-        last = gl.max(gl.where(seen != epoch, lane, -1), axis=0)
-        if last >= 0:
-            if take(taken, last, epoch):
-                share = last
+        first = gl.min(gl.where((seen != epoch) & (lane > above), lane, workers), axis=0)
+        if first < workers:
+            if take(taken, first, epoch):
+                share = first
     return share
 
 
@@ -130,12 +131,12 @@ def _load(
     tiles = nrb * npn * STEPS
     while share < workers:
         for unit in range(share, tiles + left * (parts - 1), workers):
-            t, first, last = part_of(unit, tiles, kt, left, parts, SPLIT_K)
+            t, first, last, _ = part_of(unit, tiles, kt, left, parts, SPLIT_K)
             step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
             row = ((rank + 1 + step) % STEPS) * mp + rb * s.BM
             slot, phase = load_blocks(s, a, b, row, pn * s.BN, first, last, xs, 0, row, ws, slot, phase)
         if BESIDE:
-            share = _left(taken, epoch, workers)
+            share = _left(taken, epoch, workers, share)
             said = _tell(shares, share, said)
         else:
             share = share * 0 + workers
@@ -145,6 +146,7 @@ def _load(
 def _store(
     s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank, epoch, spread,
     workers, left, parts, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
+    SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     sinks = (d0, d1, d2, d3, d4, d5, d6, d7)
     slot = 0
@@ -154,38 +156,42 @@ def _store(
     offset = step_ns * (gl.program_id(0) % 32) // 32
     heard = 0
     share = shares.first
+    units = tiles * STEPS + left * (parts - 1)
     while share < workers:
-        for t in range(share, tiles * STEPS, workers):
-            step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
-            tile = rb * npn + pn
-            row = row_off + (rank * tiles + tile) * s.BM
-            owner = gl.load(flag_table + (rank + 1 + step) % TP)
-            start = now()
-            for piece in gl.static_range(s.BN // PIECE):
-                mbarrier.wait(s.ready.index(slot), phase)
-                if step_ns > 0:
-                    if piece == 0:
-                        start = now() + offset
-                    if ((STEPS == 1) | (step != STEPS - 1)) & (t + workers < tiles * STEPS):
-                        gap = gl.where(t + workers < tiles * STEPS - left, step_ns, step_ns // parts)
-                        while now() - start < piece * gap:
-                            each_thread(SLEEP, 200)
-                source = s.pieces.index(slot)
-                for to in gl.static_range(TP):
-                    if STEPS == 1:
-                        copy_out(sinks[to], [row, piece * PIECE], source)
-                    elif step == to:
-                        copy_out(sinks[to], [row, piece * PIECE], source)
-                tma.store_wait(0)
-                mbarrier.arrive(s.free.index(slot), count=1)
-                slot, phase = advance(slot, phase, s.RING)
-            each_thread(STORES_DONE, epoch)
-            barrier()
-            each_thread(FENCE_SYSTEM, epoch)
-            publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
-            if STEPS == 1:
-                for to in gl.static_range(1, TP):
-                    publish(gl.load(flag_table + (rank + 1 + to) % TP), flag_off + tile * TP + rank, epoch, "relaxed")
+        for unit in range(share, units, workers):
+            t, _, _, hands_over = part_of(unit, tiles * STEPS, tiles, left, parts, SPLIT_K)
+            if hands_over:
+                step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
+                tile = rb * npn + pn
+                row = row_off + (rank * tiles + tile) * s.BM
+                owner = gl.load(flag_table + (rank + 1 + step) % TP)
+                start = now()
+                for piece in gl.static_range(s.BN // PIECE):
+                    mbarrier.wait(s.ready.index(slot), phase)
+                    if step_ns > 0:
+                        if piece == 0:
+                            start = now() + offset
+                        if ((STEPS == 1) | (step != STEPS - 1)) & (unit + workers < units):
+                            gap = gl.where(unit + workers < tiles * STEPS - left, step_ns, step_ns // parts)
+                            while now() - start < piece * gap:
+                                each_thread(SLEEP, 200)
+                    source = s.pieces.index(slot)
+                    for to in gl.static_range(TP):
+                        if STEPS == 1:
+                            copy_out(sinks[to], [row, piece * PIECE], source)
+                        elif step == to:
+                            copy_out(sinks[to], [row, piece * PIECE], source)
+                    tma.store_wait(0)
+                    mbarrier.arrive(s.free.index(slot), count=1)
+                    slot, phase = advance(slot, phase, s.RING)
+                each_thread(STORES_DONE, epoch)
+                barrier()
+                each_thread(FENCE_SYSTEM, epoch)
+                publish(owner, flag_off + tile * TP + rank, epoch, "relaxed")
+                if STEPS == 1:
+                    for to in gl.static_range(1, TP):
+                        peer = gl.load(flag_table + (rank + 1 + to) % TP)
+                        publish(peer, flag_off + tile * TP + rank, epoch, "relaxed")
         if BESIDE:
             share, heard = _hear(shares, heard)
         else:
@@ -252,7 +258,7 @@ def _plus(acc, addend, first, row, col, mp, n):
 @gluon.jit
 def _multiply(
     s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, kt, mp, n, rank,
-    workers, left, parts, sums, summed, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
+    workers, left, parts, sums, BAND: gl.constexpr, TP: gl.constexpr, STEPS: gl.constexpr, BESIDE: gl.constexpr,
     PIECES: gl.constexpr, ADDEND: gl.constexpr, SPLIT_K: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     slot = 0
@@ -267,17 +273,18 @@ def _multiply(
     tiles = nrb * npn * STEPS
     while share < workers:
         for unit in range(share, tiles + left * (parts - 1), workers):
-            t, first_k, last_k = part_of(unit, tiles, kt, left, parts, SPLIT_K)
+            t, first_k, last_k, hands_over = part_of(unit, tiles, kt, left, parts, SPLIT_K)
             acc, slot, phase = product(s, slot, phase, last_k - first_k, scale, None, 0, n, False, TEAM)
             if ADDEND:
-                if unit < tiles:
+                if hands_over:
                     step, rb, pn = scatter_place(t, nrb, npn, BAND, STEPS)
                     first = ((rank + 1 + step) % STEPS) * mp
                     acc = _plus(acc, addend, first, rb * s.BM + TEAM * (s.BM // s.TEAMS), pn * s.BN, mp, n)
             if SPLIT_K:
                 OP: gl.constexpr = OP_AR if STEPS == 1 else OP_RS
                 slot_d, phase_d = finish_part(
-                    acc, s, slot_d, phase_d, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP
+                    acc, s, slot_d, phase_d, t, unit, hands_over, tiles, left, parts, sums,
+                    flags + flag_off - MOST_CTAS, epoch, err, limit, rank, OP,
                 )  # fmt: skip
             else:
                 slot_d, phase_d = hand_over_tile(acc, s, slot_d, phase_d, s.BN, TEAM)
@@ -296,7 +303,7 @@ def _multiply(
 )
 def hopper_gemm_rs_kernel(
     a, b, d0, d1, d2, d3, d4, d5, d6, d7, xs, ws, addend, flag_table, flags, recv, out, ctrl, epochs, err, limit,
-    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread, workers, left, parts, sums, summed,
+    slot, next_slot, flag_off, row_off, n, kt, mp, rank, spread, workers, left, parts, sums,
     TP: gl.constexpr, STEPS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     CTAS: gl.constexpr, STAGES: gl.constexpr, RING: gl.constexpr, PIECES: gl.constexpr, TRANSPOSED: gl.constexpr,
     DTYPE: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr, TEAMS: gl.constexpr, DEDICATED: gl.constexpr,
@@ -319,12 +326,13 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, BAND,
                              TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 0)),
                 (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
                          workers if DEDICATED else CTAS, left, parts, BAND, STEPS, BESIDE, SPLIT_K)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE,
+                          SPLIT_K)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
                                BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],
@@ -335,15 +343,16 @@ def hopper_gemm_rs_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, BAND,
                              TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 0)),
                 (_multiply, (s, shares, xs, ws, addend, flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off,
-                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, summed, BAND,
+                             nrb, npn, kt, mp, n, rank, workers if DEDICATED else CTAS, left, parts, sums, BAND,
                              TP, STEPS, BESIDE, PIECES, ADDEND, SPLIT_K, 1)),
                 (_load, (s, shares, a, b, xs, ws, ctrl + 2, epoch, nrb, npn, kt, mp, rank,
                          workers if DEDICATED else CTAS, left, parts, BAND, STEPS, BESIDE, SPLIT_K)),
                 (_store, (s, shares, d0, d1, d2, d3, d4, d5, d6, d7, flag_table, flag_off, row_off, nrb, npn, rank,
-                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE)),
+                          epoch, spread, workers if DEDICATED else CTAS, left, parts, BAND, TP, STEPS, BESIDE,
+                          SPLIT_K)),
                 (_add_beside, (flags, flag_off, recv, out, ctrl, epoch, err, limit, row_off, nrb, npn, mp, n,
                                BM, BN, BAND, TP, STEPS, PIECES, DTYPE, workers % CTAS if DEDICATED else 0)),
             ],

@@ -1,21 +1,21 @@
 """Divide the tiles of the last round along k among SMs that would be idle, for the Hopper kernels.
 
 ``workers`` CTAs multiply the ``tiles`` of a call in rounds. Each of the ``left`` tiles of the last round is divided
-along k into ``parts``, one for each of several CTAs. The CTA of the first part adds the sums of the others, in order,
+along k into ``parts``, one for each of several CTAs. The CTA of the last part adds the sums of the others, in order,
 and hands the tile over as if it had not been divided. :func:`megatron_flux.ops.kernel_config.last_round` says when
 tiles are divided.
 
 Contract
     * :func:`megatron_flux.ops.kernel_config.divided` says which calls. In FP8 results are bit-equal to cuBLASLt's;
       another order of sums would end that.
-    * Units number the work. The first ``tiles`` of them are the tiles: of the last ``left``, only their first parts.
-      Then come all second parts, and so on. ``left * parts`` is at most ``workers``, so each part has a CTA of its own,
-      in the same round.
+    * Units number the work: the tiles up to the last round, then all first parts of its tiles, all second parts, and so
+      on. A unit's number modulo ``workers`` is its share. ``left * parts`` is at most ``workers``, so each part has a
+      share of its own, in the same round.
     * ``sums`` (fp32, a tile for each SM) and ``summed``, flags of the slab that no peer writes, are this GPU's alone.
 
-Hazard: the first part waits for the others, so all CTAs must run at once. Kernels of other groups may prevent that
-where calls need a start barrier (:func:`megatron_flux.comm.links.starts_together`): those are not divided. Elsewhere
-one hardware queue dispatches all CTAs of a kernel before those of a later one.
+Hazard: the last part waits for the others, which kernels of other groups may keep from an SM. They are shares of lower
+numbers. CTAs start in the order of their numbers, and a CTA that takes further shares takes higher ones, the lowest
+first. So the lowest share that is not done waits for none, and all end even on one SM.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from megatron_flux.kernels.hopper.pieces import FENCE_SYSTEM, PIECE, barrier, ea
 
 @gluon.jit
 def part_of(unit, tiles, kt, left, parts, SPLIT_K: gl.constexpr):
-    """Return a unit's tile, and its k blocks from the first to the last."""
+    """Return a unit's tile, its k blocks from the first to the last, and whether its CTA hands the tile over."""
     t = unit
     first = kt * 0
     last = kt
+    hands_over = left == left
     if SPLIT_K:
         whole = tiles - left
         if unit >= whole:
@@ -40,7 +41,8 @@ def part_of(unit, tiles, kt, left, parts, SPLIT_K: gl.constexpr):
             t = unit - part * left
             first = kt * part // parts
             last = kt * (part + 1) // parts
-    return t, first, last
+            hands_over = part == parts - 1
+    return t, first, last, hands_over
 
 
 @gluon.jit
@@ -59,8 +61,8 @@ def _at(acc, s, slot, col: gl.constexpr):
 def _hand_over(acc, s, slot, phase, sums, i, left, parts, BN: gl.constexpr, col: gl.constexpr):
     """As :func:`hand_over_tile`, with what was summed of tile ``i`` of the last round: few registers at a time."""
     if BN == PIECE:
-        for part in range(1, parts):
-            acc += gl.load(sums + _at(acc, s, (part - 1) * left + i, col), cache_modifier=".cg")
+        for part in range(parts - 1):
+            acc += gl.load(sums + _at(acc, s, part * left + i, col), cache_modifier=".cg")
         slot, phase = hand_over_tile(acc, s, slot, phase, BN, 0)
     else:
         first, second = gl.split(gl.permute(gl.reshape(acc, (s.BM, 2, BN // 2)), (0, 2, 1)))
@@ -71,18 +73,19 @@ def _hand_over(acc, s, slot, phase, sums, i, left, parts, BN: gl.constexpr, col:
 
 @gluon.jit
 def finish_part(
-    acc, s, slot, phase, unit, tiles, left, parts, sums, summed, epoch, err, limit, rank, OP: gl.constexpr
+    acc, s, slot, phase, t, unit, hands_over, tiles, left, parts, sums, summed, epoch, err, limit, rank,
+    OP: gl.constexpr,
 ):  # fmt: skip
-    """Hand the tile of a unit over, or keep its sum for the CTA that does."""
-    if unit >= tiles:
-        gl.store(sums + _at(acc, s, unit - tiles, 0), acc)
+    """Hand the tile ``t`` of a unit over, or keep its sum for the CTA that does."""
+    whole = tiles - left
+    if hands_over:
+        all_parts = gl.where(unit < whole, 1, parts)
+        for part in range(all_parts - 1):
+            wait_flags(summed + part * left + t - whole, 1, epoch, err, limit, OP, rank, t, 50)
+        slot, phase = _hand_over(acc, s, slot, phase, sums, t - whole, left, all_parts, s.BN, 0)
+    else:
+        gl.store(sums + _at(acc, s, unit - whole, 0), acc)
         barrier()
         each_thread(FENCE_SYSTEM, epoch)
-        publish(summed, unit - tiles, epoch, "relaxed")
-    else:
-        i = unit - (tiles - left)
-        others = gl.where(i >= 0, parts, 1)
-        for part in range(1, others):
-            wait_flags(summed + (part - 1) * left + i, 1, epoch, err, limit, OP, rank, unit, 50)
-        slot, phase = _hand_over(acc, s, slot, phase, sums, i, left, others, s.BN, 0)
+        publish(summed, unit - whole, epoch, "relaxed")
     return slot, phase

@@ -142,8 +142,8 @@ def hopper_kernels(call: OperatorCall, bm: int = 128) -> bool:
 
 
 def may_divide(call: OperatorCall) -> bool:
-    """Return True if Hopper kernels may divide tiles of the call's last round along k. Collective on first use."""
-    return divided(call, KernelConfig(ws=True), links.starts_together(call.group, captured=call.captured))
+    """Return True if Hopper kernels may divide tiles of the call's last round along k."""
+    return divided(call, KernelConfig(ws=True))
 
 
 def all_reduce_candidates(call: OperatorCall) -> list[AllReduceConfig]:

@@ -86,7 +86,7 @@ POINTERS = {
     ),
     **dict.fromkeys(("xs", "gs", "ws", "sums"), "*fp32"),
     **dict.fromkeys(("data_table", "flag_table"), "*i64"),
-    **dict.fromkeys(("flags", "ctrl", "epochs", "err", "summed"), "*i32"),
+    **dict.fromkeys(("flags", "ctrl", "epochs", "err"), "*i32"),
     "limit": "i64",
 }
 DIVISIBLE = ("m", "n", "k", "mp", "chunk_k", "buf_off", "row_off", "apart")
@@ -163,7 +163,7 @@ def hopper(op: str, given: dict[str, int]) -> Any:
         "TP": tp, "BM": bm, "BN": bn, "BK": bk, "CTAS": 132, "TRANSPOSED": transposed, "DTYPE": gl.bfloat16,
         "SCALES": (None, "tensor", "blocks")[fp8], "PROMOTE": bool(given.get("PROMOTE", 0)),
         "TEAMS": (teams := given.get("TEAMS", 1 + given.get("PROMOTE", 0))),
-        "SPLIT_K": not fp8 and not given.get("BESIDE"),
+        "SPLIT_K": not fp8,
     }  # fmt: skip
     weight = tile(bk, bn, kinds[1]) if transposed else tile(bn, bk, kinds[1])
     types = {**POINTERS, "a": tile(bm, bk, kinds[0]), "xd": tile(bm, bk, kinds[0]), "b": weight, "c": tile(bm, 64)}

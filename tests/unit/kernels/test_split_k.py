@@ -15,23 +15,25 @@ from megatron_flux.ops.kernel_config import last_round
 @given(st.integers(1, 5000), st.integers(1, 450), st.integers(1, 200))
 def test_parts_cover_every_tile(tiles: int, k_blocks: int, busy: int) -> None:
     left, parts = last_round(tiles, k_blocks, busy)
-    assert left * parts <= busy
-    if parts == 1:
-        assert left == 0, "no tile is divided"
-    covered = {t: [(0, k_blocks)] for t in range(tiles - left)}
-    sums: dict[int, set[int]] = {}
-    for unit in range(tiles - left, tiles + left * (parts - 1)):
-        t, first, last = split_k.part_of.fn(unit, tiles, k_blocks, left, parts, True)
+    whole = tiles - left
+    assert parts > 1 or left == 0, "no tile is divided"
+    covered: dict[int, list[tuple[int, int]]] = {}
+    shares: dict[int, list[int]] = {}
+    for unit in range(whole, tiles + left * (parts - 1)):
+        t, first, last, hands_over = split_k.part_of.fn(unit, tiles, k_blocks, left, parts, True)
         assert first < last
+        assert hands_over == (unit >= whole + left * (parts - 1))
+        if not hands_over:
+            assert unit - whole == len(covered.get(t, ())) * left + t - whole < busy, "where the last part looks for it"
         covered.setdefault(t, []).append((first, last))
-        if unit >= tiles:
-            sums.setdefault(t, set()).add(unit - tiles)
-    assert sorted(covered) == list(range(tiles))
-    for t in range(tiles - left, tiles):  # one behind the other, and where the CTA of the first part looks for them
+        shares.setdefault(t, []).append(unit % busy)
+    assert sorted(covered) == list(range(whole, tiles))
+    for t in covered:
         assert [first for first, _ in covered[t]] == [0, *(last for _, last in covered[t][:-1])]
         assert covered[t][-1][1] == k_blocks
-        assert sums[t] == {(part - 1) * left + t - (tiles - left) for part in range(1, parts)}
-    assert max((at for found in sums.values() for at in found), default=0) < busy, "the memory for sums"
+        # Who waits has a share of a higher number than those that are waited for, and each has its own.
+        assert shares[t] == sorted(set(shares[t]))
+    assert len({share for of_tile in shares.values() for share in of_tile}) == left * parts
 
 
 def test_only_a_last_round_that_leaves_sms_idle_is_divided() -> None:

@@ -83,7 +83,7 @@ def test_only_what_follows_from_m_differs(operator: str, scaling: str) -> None:
         ("all_gather_gemm", 520, {}, 1),  # two tiles have some rows, and must have the same bits
         ("gemm_reduce_scatter", 520, {}, 2),
         ("gemm_all_reduce", 512, {}, 2),
-        ("gemm_all_reduce", 512, {"beside": True}, 1),
+        ("gemm_all_reduce", 512, {"beside": True}, 2),
         ("gemm_reduce_scatter", 512, {"config": KernelConfig(ws=True, bn=256, bm=256)}, 1),  # more than `sums` has room
         ("gemm_reduce_scatter", 512, {"config": KernelConfig(ws=True, teams=2)}, 1),
     ],

@@ -32,7 +32,8 @@ FOLDER = Path("tests/gpu")
 PARTS = {
     "test_bench": 9,
     "test_commands": 6,
-    "test_fused": 3,
+    "test_fused": 7,
+    "test_host": 3,
     "test_inference": 4,
     "test_te_fp8": 3,
     "test_te_layers": 3,
@@ -75,12 +76,18 @@ class Program:
 def programs(only: list[str], logs: Path) -> tuple[list[Program], list[Program]]:
     """Return the programs that run side by side, and those that run alone."""
     beside, alone = list[Program](), list[Program]()
-    names = [path.stem for path in sorted((ROOT / FOLDER).glob("test_*.py"))]
-    for name in sorted(names, key=lambda name: (name not in PARTS, name)):
+    listed = subprocess.run(  # noqa: S603 - this interpreter
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FOLDER], cwd=ROOT,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if listed.returncode:
+        raise SystemExit(f"pytest cannot collect {FOLDER}:\n{listed.stdout[-3000:]}{listed.stderr[-1000:]}")
+    of: dict[str, list[str]] = {}
+    for test in re.findall(rf"^{FOLDER}/test_\w+\.py::.+$", listed.stdout, re.MULTILINE):
+        of.setdefault(Path(test.partition("::")[0]).stem, []).append(test)
+    for name, tests in sorted(of.items(), key=lambda item: (item[0] not in PARTS, item[0])):
         if only and not any(part in name for part in only):
             continue
-        found = re.findall(r"^def (test_\w+)", (ROOT / FOLDER / f"{name}.py").read_text(), re.MULTILINE)
-        tests = [f"{FOLDER}/{name}.py::{test}" for test in found]
         parts = PARTS.get(name, 1)
         for number in range(min(parts, len(tests))):
             label = f"{name}-{number}" if parts > 1 else name

@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {count}"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print why a test failed at once: pytest's own summary is lost where ``scripts/gpu_tests.py`` cuts it off."""
+    if report.failed and "tests/gpu/" in report.nodeid:
+        print(f"\n{report.longreprtext}")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[WorkerPool]:
     """Two of a file's own: graphs change the process's random generators and streams."""

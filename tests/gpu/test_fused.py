@@ -102,12 +102,13 @@ TUNES = {"MEGATRON_FLUX_TUNE": "on"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("groups", [1, 2])
-def test_checks(groups: int) -> None:
+def test_checks(groups: int, part: int) -> None:
     size = next(n for n in (8, 4, 2) if n <= GPUS)
     if size // groups < 2:
         pytest.skip(f"needs {2 * groups} GPUs for {groups} groups")
-    run_checks("checks.py", size, "--split", str(groups), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    run_checks("checks.py", size, "--split", str(groups), "--part", f"{part}/4", CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def test_gathers_cross_streams() -> None:

@@ -66,7 +66,7 @@ def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) 
         global_batch_size=2 * MICRO_BATCHES,
         backend=backend if on_gpu() else "reference",
         gradient_accumulation_fusion=True,
-        lr=5e-4,
+        lr=1e-4,  # at five times that, last bits that differ grow to 2 % of the loss in FP8
         **(sizes if on_gpu() else {"seq_length": 32}),
     )
     device = "cuda" if on_gpu() else "cpu"

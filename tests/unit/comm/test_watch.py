@@ -74,16 +74,6 @@ def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.M
     assert sorted(written) == ["full disk", "full pipe"], "once each"
 
 
-def test_a_group_that_does_not_say_its_timeout(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MEGATRON_FLUX_TIMEOUT_S", raising=False)
-    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace()))
-    monkeypatch.setattr(watch.constants, "default_pg_nccl_timeout", timedelta(minutes=10))
-    assert watch.timeout_s(group, torch.device("cuda")) == 600.0
-    assert "does not say its time-out" in caplog.text
-
-
 def test_a_very_long_timeout_is_still_a_number_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_FLUX_TIMEOUT_S", raising=False)
     options = SimpleNamespace(_timeout=timedelta.max)

@@ -1,7 +1,6 @@
 """``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
 
 import io
-import json
 import os
 import time
 from pathlib import Path
@@ -34,20 +33,3 @@ def test_a_job_that_is_running(tmp_path: Path) -> None:
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write("ne\n")
     assert "flux/metrics.jsonl: line 19 is damaged and skipped" in " ".join(shown(run, width=200).split())
-
-
-def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
-    run = one_variant(tmp_path / "run", "flux", steps=200)
-    (run / "ended.json").write_text('{"state": "stopped", "iterations": {"flux": 18}}')
-    assert "ended: stopped by a signal, flux after step 18" in shown(run, after=999)
-    (run / "ended.json").unlink()
-    note = {"rank": 77, "host": "node9", "iteration": 17, "error": "RuntimeError: out of [memory]"}
-    failure = run / "flux" / "failure-rank00077.json"
-    failure.write_text(json.dumps(note))
-    said = "ended by an error, rank 77 on node9 after step 17: RuntimeError: out of [memory]"
-    assert said in shown(run, after=999, width=200)
-    # Resumed: the configuration is new, and the error is of the run before.
-    later = failure.stat().st_mtime + 5
-    os.utime(run / "config.json", (later, later))
-    assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
-    assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from megatron_flux.log_once import log_once
 from megatron_flux.patch import te_seam
 from megatron_flux.patch.te_seam import TransformerEngine
 
@@ -85,16 +84,3 @@ def test_fp8_takes_a_build_for_its_release(monkeypatch: pytest.MonkeyPatch, buil
     monkeypatch.setattr(te_seam, "TransformerEngineFp8", lambda release: release in SpecifierSet("<2.12"))
     fp8 = te_seam.load().fp8
     assert fp8 is True if known else fp8 == f"fp8 with TransformerEngine {build}, supported is {te_seam.SUPPORTED_FP8}"
-
-
-def test_userbuffers_beside_a_frozen_weight_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """TransformerEngine reduces dx beside wgrad, which there is none of (results/fine-tuning-x2/userbuffers.json)."""
-    te, said = te_seam.load(strict=True), "do not sum dx over ranks"
-    frozen = torch.nn.Parameter(torch.ones(3, 4), requires_grad=False)
-    log_once.cache_clear()
-    for layer in (linear(ub_bulk_wgrad=True), linear(ub_overlap_rs_dgrad=True, weight=frozen)):
-        assert why_stock(te, layer) == "userbuffers (tp_comm_overlap)"
-    assert said not in caplog.text
-    for _ in range(2):
-        assert why_stock(te, linear(ub_bulk_wgrad=True, weight=frozen)) == "userbuffers (tp_comm_overlap)"
-    assert caplog.text.count(said) == 1

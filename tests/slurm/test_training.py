@@ -24,7 +24,6 @@ from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
-from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
 
@@ -168,30 +167,7 @@ def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[floa
     return job, first[:STEPS]
 
 
-def try_nodes_without_gpus(cluster: Cluster) -> Job:
-    """This machine has none, so every node is bad for a profile with eight."""
-    job = Job.submitted(cluster, range(12, 14), profile="nvlink-h100", job="try", time="15")
-    job.ended("FAILED")
-    return job
-
-
-def stop_without_requeues(cluster: Cluster) -> Job:
-    """Asked to stop before it trains."""
-    slow = executable(Path("slow").absolute(), "#!/usr/bin/env bash\nsleep 60\n")
-    site = {"max_requeues": 0, "setup": [f"MEGATRON_FLUX_PYTHON={slow}"]}
-    job = Job.submitted(cluster, range(14, 16), site, mode="flux")
-    job.until(lambda: "pre-flight" in "\n".join(job.log()), "the pre-flight")
-    cluster.client("scancel", "--batch", "--signal=USR1", job.number)
-    job.ended("FAILED")
-    return job
-
-
-STORIES: list[Callable[[Cluster], Any]] = [
-    kill_a_rank_then_cancel_and_resume,
-    compare,
-    try_nodes_without_gpus,
-    stop_without_requeues,
-]
+STORIES: list[Callable[[Cluster], Any]] = [kill_a_rank_then_cancel_and_resume, compare]
 
 
 @pytest.fixture(scope="module")
@@ -247,17 +223,3 @@ def test_a_comparison_is_stopped_requeued_and_resumed(stories: Stories, uninterr
     summary = json.loads((root / "rep-0" / "run" / "summary.json").read_text())
     assert summary["flux_active_layers"] == 5
     assert "plotly" in (root / "rep-0" / "run" / "report.html").read_text()
-
-
-def test_requeues_are_bounded(stories: Stories) -> None:
-    """With none allowed: the job fails and says so."""
-    job = stories[stop_without_requeues].result()
-    last = job.log()[-1]
-    assert all(part in last for part in ("error: ", "not requeued", "been 0 time(s)", "0 is the limit"))
-
-
-def test_a_job_on_nodes_without_gpus_ends_before_it_trains(stories: Stories) -> None:
-    job = stories[try_nodes_without_gpus].result()
-    assert "all 2 nodes: 0 GPU(s), the profile says 8" in job.log()
-    assert not any("training" in line for line in job.log())
-    assert "cause: pre-flight stopped the job: all 2 nodes: " in job.status()

@@ -1,4 +1,4 @@
-"""Delayed wgrad of layers over TransformerEngine, patched against stock; and Megatron's own schedule for experts."""
+"""Delayed wgrad of layers over TransformerEngine, patched against stock; and what other releases of it run."""
 
 from dataclasses import replace
 from itertools import cycle, product

@@ -1,4 +1,4 @@
-"""LoRA's adapters on whole GPTModels: gradients against TP 1, packed sequences, and what TransformerEngine drops."""
+"""LoRA's adapters on whole GPTModels: gradients against TP 1."""
 
 from typing import Any
 
@@ -49,6 +49,3 @@ def test_gradients_are_those_of_one_rank(family: str, options: dict[str, Any]) -
             gradients = of_one_rank(found, {**shapes, "loss": stock["loss"].shape}, family == "llama")
             for name, gradient in expected.items():
                 require_close(name, gradients[name], gradient, 5 * TOLERANCE)
-
-
-# Packed sequences (THD: one row of tokens, cut by ``cu_seqlens``), whose number changes in every step

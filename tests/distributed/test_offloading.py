@@ -1,4 +1,4 @@
-"""Activation offloading, Megatron's fine-grained one and TransformerEngine's."""
+"""Megatron's fine-grained activation offloading."""
 
 import contextlib
 import importlib

@@ -99,6 +99,3 @@ def test_mlps_of_the_op_fuser_run_stock_and_are_counted() -> None:
             f"decoder.layers.{i}.mlp.{name}" for i in range(LAYERS) for name in ("linear_fc1", "linear_fc2")
         }
         assert sorted(layers.values()).count("flux") == 2 * LAYERS + 1
-
-
-# In FP8 by Megatron's own configuration

@@ -1,4 +1,4 @@
-"""``bench ops``, ``peers``, ``layer`` and ``tune`` on two GPUs: small calls and a small model through the commands."""
+"""``bench ops``, ``peers`` and ``layer`` on two GPUs: small calls and a small model through the commands."""
 
 from __future__ import annotations
 

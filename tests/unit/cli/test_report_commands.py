@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.metrics.report_runs import RESULTS, full_run
+from tests.unit.metrics.metrics_records import interleaved, write_run
 
+RESULTS = Path(__file__).parents[3] / "results"
 CPU = RESULTS / "report-cpu-tiny"
 
 
@@ -28,7 +29,8 @@ def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_p
     """A job's script leaves it so, with logs and checkpoints beside the run folders."""
     root = tmp_path / "runs" / "gpt3-175b-compare-4711"
     for index in (0, 1, 10):
-        full_run(root / f"rep-{index}" / "run")
+        variants = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
+        write_run(root / f"rep-{index}" / "run", variants, {"config": {"command": "compare", "preset": "tiny"}})
         (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
     (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
     cli("report", root)

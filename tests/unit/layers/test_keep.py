@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm.group_state import Link
 from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import keep
 from megatron_flux.layers.precision import EXACT
@@ -94,23 +93,3 @@ def test_a_graph_that_was_dropped_counts_until_the_next_step() -> None:
     assert kept(group, 1, 4) is not None
     dropped.take()  # of a graph that outlived its step: not given back twice
     assert kept(group, 1, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("backend", "link", "wanted", "keeps"),
-    [
-        ("reference", "none", None, False),
-        ("chunked", "p2p", None, True),
-        ("chunked_int8", "host", None, True),
-        ("chunked", "nvlink", None, False),
-        ("chunked", "host", False, False),
-        ("tuned", "host", None, True),
-        ("tuned", "p2p", None, False),  # unless it was asked for
-        ("tuned", "nvlink", True, False),
-    ],
-)
-def test_where_it_is_worth_it(
-    backend: str, link: str, wanted: bool | None, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keep.links, "probe", lambda *_: Link(link, ""))
-    assert (kept(group_of(2), 1, 100, wanted, backend) is not None) is keeps

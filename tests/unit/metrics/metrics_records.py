@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.metrics import schema, strict_json
+from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.summary import summarize
 from tests.documented import example, fields
@@ -65,15 +65,6 @@ def _call(operator: str, calls: int, time: float, gemm: float, serial: float) ->
         **{"backend": "tuned: fused default", "calls": calls, "time_ms": time, "gemm_ms": gemm, "serial_ms": serial},
         **{"exposed_ms": time - gemm, "e_overlap": (serial - time) / (serial - gemm), "source": "measured"},
     }
-
-
-def breakdown(*, flux: bool = False) -> dict[str, Any]:
-    """A ``breakdown.json``; its parts add up to its span."""
-    parts = dict.fromkeys(schema.BREAKDOWN_PARTS, 0.0)
-    parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
-    parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
-    found = {"steps": [5, 7], "span_ms": sum(parts.values()), "parts": parts}
-    return example("breakdown") | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
 
 
 def interleaved(pairs: int, times: dict[str, list[float]], per_block: int = 3) -> dict[str, list[Record]]:

@@ -1,4 +1,4 @@
-"""report.html: self-contained, escaped and without empty plots; what its chapters say of runs of every kind."""
+"""report.html: self-contained and escaped."""
 
 import json
 import re

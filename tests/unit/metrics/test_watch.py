@@ -1,15 +1,17 @@
-"""``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
+"""``megatron-flux watch``: what it shows of a run that runs or stalls."""
 
 import io
+import json
 import os
 import time
 from pathlib import Path
 
 from rich.console import Console
 
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.watch import view
-from tests.unit.metrics.report_runs import one_variant
+from tests.unit.metrics.metrics_records import record
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
@@ -19,11 +21,15 @@ def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
-    run = one_variant(tmp_path / "run", "flux", steps=200)
+    run = tmp_path / "run"
+    with JsonlRecorder(run / "flux" / "metrics.jsonl") as recorder:
+        for n in range(1, 19):
+            recorder.write(record(n, flux=True, **{"iteration-time": 0.09}))
+    (run / "config.json").write_text(json.dumps({"config": {"command": "train", "flux": True, "steps": 200}}))
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write('{"half a li')
     text = shown(run)
-    assert "flux 18 of 200 (9 %), 90.2 ms a step; 16 s left" in text
+    assert "flux 18 of 200 (9 %), 90 ms a step; 16 s left" in text
     assert "baseline" not in text
     assert "running: last step 0 s ago" in text
     assert "damaged" not in text

@@ -159,22 +159,6 @@ def test_capture_tries_nothing_reads_nothing_and_remembers_nothing(
     assert "has not run for CUDA graphs before this capture" in caplog.text
 
 
-def test_calls_that_will_be_captured_take_their_own_entry_or_that_of_eager_ones(tuner: Tuned) -> None:
-    eager, captured = KernelConfig(reducers=7), KernelConfig(reducers=3)
-    keep(plan=eager)
-    with captured_calls():
-        assert tuner() == ("fused", eager)
-    cache.cache_path().unlink()
-    tuner.forget()
-    keep(plan=captured, captured=True)
-    assert tuner() == STOCK
-    tuner.forget()
-    keep(plan=eager)
-    with captured_calls():
-        assert tuner() == ("fused", captured)
-    assert tuner() == ("fused", eager)
-
-
 # Other values of m
 
 
@@ -287,28 +271,6 @@ def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned) -> None:
         timed.plan(forward).run(forward)
     assert timed.log[-1] == ("fused", FULL[-1])
     del plans["training"]
-
-
-def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(timed: Tuned) -> None:
-    """Which width is the faster one changes with m, and a candidate without a turn would be a warning."""
-    given = [KernelConfig(reducers=4), KernelConfig(bn=128), KernelConfig(reducers=5), KernelConfig(reducers=6)]
-    timed.patch(candidates, "candidates", lambda *_, **__: given)
-    assert timed() == ("fused", given[-1])
-    timed.patch(candidates, "fits", lambda op, plan, *_: plan != given[-1])
-    timed(x=torch.zeros(512, 4))
-    assert [entry.plan for entry in timed.trials[-1].entries] == [None, *given[:2]]
-
-
-def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
-    with captured_calls():
-        call_of().run(timed)
-        assert timed.log[-1] == ("fused", FULL[-1])
-        assert [one.decided is not None for one in timed.trials] == [True]
-        ran = len(timed.log)
-        call_of(10).run(timed)
-        assert len(timed.log) == ran + 1
-    ((key, _),) = cache.load(cache.cache_path()).items()
-    assert " in graphs " in key
 
 
 def test_a_candidate_that_cannot_be_captured(timed: Tuned, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""quickstart.sh: what it installs and says, with a Python that imitates pip. Options of measure.sh."""
+"""Options of measure.sh: the commands that it gives them to take them."""
 
 from __future__ import annotations
 

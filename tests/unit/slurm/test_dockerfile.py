@@ -1,4 +1,4 @@
-"""The image for jobs: supported versions, and a build that gets all that it copies. No engine builds it here."""
+"""The image for jobs has supported versions. No engine builds it here."""
 
 import re
 from pathlib import Path

@@ -220,10 +220,10 @@ def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
         group_state.drop_slabs()
 
 
-def call_of(backend: Any, operator: str, rows: int = 32, group: dist.ProcessGroup | None = None) -> Call:
+def call_of(backend: Any, operator: str, group: dist.ProcessGroup | None = None) -> Call:
     """A call of ``operator`` with new operands, whose result is exact."""
     group = group or dist.group.WORLD
-    x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
+    x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     if operator == "gemm_reduce_scatter":
         want = summed(x.float() @ w.float().t()).chunk(group.size())[group.rank()].half()
         return lambda: OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait(), want

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megatron_flux.run.rank import WholeErrorFile
-from tests.processes import MARK, end, left, with_mark
+from tests.processes import MARK, end, left, until, with_mark
 from tests.train.conftest import UNCOMPILED
 
 LAUNCH = ("-m", "tests.distributed.launch")
@@ -79,17 +79,12 @@ def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) ->
     (tmp_path / "n00").write_text("3 0 rank 0 on n00 failed: RuntimeError: Timed out\n")
     mark, notes = uuid.uuid4().hex, tmp_path / "n01.silent"
     more = {MARK: with_mark(mark), "MEGATRON_FLUX_FAILURES": str(tmp_path), "SLURMD_NODENAME": "n01"}
-    process, deadline = begin(sys.executable, "-c", NODE, **more), time.monotonic() + 120
+    process = begin(sys.executable, "-c", NODE, **more)
     try:
-        while psutil.STATUS_STOPPED not in states(process.pid):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: psutil.STATUS_STOPPED in states(process.pid))
         time.sleep(1)
         process.terminate()
-        while not (notes.exists() and notes.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: notes.exists() and notes.read_text())
         assert notes.read_text() == "2 1 rank 0 on n01 gave no answer, its process: stopped\n"
     finally:
         end(mark)
@@ -102,10 +97,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_as_they_start() -> None:
     mark = uuid.uuid4().hex
     process = begin(sys.executable, *LAUNCH, "sleep", **{MARK: with_mark(mark)})
     try:
-        deadline = time.monotonic() + 120
-        while len(psutil.Process(process.pid).children()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: len(psutil.Process(process.pid).children()) == 2)
         process.kill()
         assert left(mark, 120) == []
     finally:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.distributed.test_launcher import begin
-from tests.processes import MARK, end, free_port, left, with_mark
+from tests.processes import MARK, end, free_port, left, until, with_mark
 
 pytestmark = pytest.mark.slow
 
@@ -61,11 +61,9 @@ def start(mark: str) -> Iterator[Start]:
 
 def ready(folder: Path, ranks: int = 2) -> list[int]:
     """The processes of the ranks, once all of them listen."""
-    deadline = time.monotonic() + 120
-    while len(found := list(folder.glob("ready-*"))) < ranks or not all(file.read_text() for file in found):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return [int((folder / f"ready-{rank}").read_text()) for rank in range(ranks)]
+    files = [folder / f"ready-{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
 
 
 def test_a_rank_that_dies_after_the_request_ends_the_others(start: Start, mark: str, tmp_path: Path) -> None:
@@ -133,10 +131,8 @@ def test_a_node_that_waits_for_others_can_be_ended(tmp_path: Path) -> None:
     words = ["--nnodes=2", "--node-rank=0", "--master-port=0", "none.py"]
     process = begin(sys.executable, "-m", "megatron_flux.run.node", *words, TMPDIR=str(tmp_path))
     try:
-        deadline = time.monotonic() + 60
-        while psutil.CONN_LISTEN not in [c.status for c in psutil.Process(process.pid).net_connections()]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        connections = psutil.Process(process.pid).net_connections
+        until(lambda: psutil.CONN_LISTEN in [connection.status for connection in connections()])
         time.sleep(0.5)
         process.terminate()
         _, said = process.communicate(timeout=SECONDS)

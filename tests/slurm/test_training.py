@@ -34,7 +34,6 @@ STEPS = 28
 SETTINGS = ["num_layers=1", "dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64"]
 SETTINGS += ["log_interval=10", "data=text"]
 AT_A_TIME = 4
-NO_PREFLIGHT = {"environment": {"MEGATRON_FLUX_PREFLIGHT": "0"}}
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,15 @@ class Job:
     root: Path
 
     @classmethod
-    def submitted(cls, cluster: Cluster, where: range, site: dict[str, Any] | None = None, **options: Any) -> Job:
-        """To the nodes ``where``, of the profile ``local`` with what ``site`` has instead."""
-        if "profile" not in options:
-            local = yaml.safe_load(Profile.packaged()["local"].read_text())
-            changed = {**local, **(site or {})}
-            changed["environment"] = local["environment"] | (site or {}).get("environment", {})
-            file = Path(f"site-{where[0]}.yaml").absolute()
-            file.write_text(yaml.safe_dump(changed))
-            options |= {"profile": str(file)}
-        words = [*SETTINGS, *options.pop("settings")] if "settings" in options else []
+    def submitted(cls, cluster: Cluster, where: range, mode: str, settings: list[str], **environment: str) -> Job:
+        """To the nodes ``where``, of the profile ``local`` with this environment besides."""
+        local = yaml.safe_load(Profile.packaged()["local"].read_text())
+        changed = {**local, "environment": local["environment"] | environment}
+        file = Path(f"site-{where[0]}.yaml").absolute()
+        file.write_text(yaml.safe_dump(changed))
         others = [name for i, name in enumerate(cluster.nodes) if i not in where]
-        _, text = script(JobOptions(**{"job": "tiny", **options}, set=words, exclude=",".join(others)))
+        words = {"set": [*SETTINGS, *settings], "exclude": ",".join(others)}
+        _, text = script(JobOptions(job="tiny", profile=str(file), mode=mode, **words))
         return cls(cluster, *submission.submit(text, Path("runs").absolute()))
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
@@ -109,7 +105,7 @@ class Job:
 def compare(cluster: Cluster) -> Job:
     """Saves each variant again and again: nothing of a save may be in the way of the next."""
     settings = [f"steps={STEPS}", "block_steps=2", "save_interval=4", "save_keep=1"]
-    job = Job.submitted(cluster, range(2), mode="compare", settings=settings)
+    job = Job.submitted(cluster, range(2), "compare", settings)
     job.until(job.tracker("flux").exists, "saves of both variants")
     cluster.client("scancel", "--batch", "--signal=USR1", job.number)
     job.until_restarted(1)
@@ -128,7 +124,7 @@ def compare(cluster: Cluster) -> Job:
 def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[float]]:
     """And the losses of the steps before anything happened."""
     settings = ["steps=1000000", "save_interval=8", "save_keep=2"]
-    job = Job.submitted(cluster, range(7, 10), NO_PREFLIGHT, mode="baseline", settings=settings)
+    job = Job.submitted(cluster, range(7, 10), "baseline", settings, MEGATRON_FLUX_PREFLIGHT="0")
     job.until(lambda: job.recorded("baseline") >= STEPS, "the steps to compare with")
     bad = job.hosts()[1]
     os.kill(job.rank_process(1).pid, signal.SIGKILL)

@@ -32,11 +32,3 @@ def test_parts_cover_every_tile(tiles: int, k_blocks: int, busy: int) -> None:
         assert covered[t][-1][1] == k_blocks
         assert sums[t] == {(part - 1) * left + t - (tiles - left) for part in range(1, parts)}
     assert max((at for found in sums.values() for at in found), default=0) < busy, "the memory for sums"
-
-
-def test_only_a_last_round_that_leaves_sms_idle_is_divided() -> None:
-    assert last_round(320, 216, 132) == (56, 2)  # 2.42 rounds
-    assert last_round(1024, 224, 132) == (0, 1)  # 7.76 rounds
-    assert last_round(400, 128, 132) == (4, 5), "more parts take longer to add than they save"
-    assert last_round(320, 8, 132) == (0, 1), "too few blocks of k"
-    assert last_round(264, 216, 132) == (0, 1)

@@ -40,18 +40,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return found
 
 
-def kept(
-    group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto"
-) -> keep.Kept | None:
+def kept(group: Any, elements: int, budget: int | None = None) -> keep.Kept | None:
     """Reserve memory for an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, shape=(elements,),
         new_empty=torch.empty,
     )  # fmt: skip
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    how = {"backends": Backends.of(backend), "wires": ALL_EXACT, "precision": EXACT[False]}
+    how = {"backends": Backends.of("auto"), "wires": ALL_EXACT, "precision": EXACT[False]}
     linear: Any = SimpleNamespace(parameter=weight, group=group, **how)
-    return keep.reserve(x, linear, wanted, budget)
+    return keep.reserve(x, linear, True, budget)
 
 
 def optimizer_step() -> None:

@@ -67,13 +67,13 @@ def _call(operator: str, calls: int, time: float, gemm: float, serial: float) ->
     }
 
 
-def interleaved(pairs: int, times: dict[str, list[float]], per_block: int = 3) -> dict[str, list[Record]]:
-    """A B B A blocks; ``times[variant]`` is the step time of each block of that variant, in seconds."""
+def interleaved(pairs: int, times: dict[str, list[float]]) -> dict[str, list[Record]]:
+    """A B B A blocks of three steps; ``times[variant]`` is the step time of each block of that variant, in seconds."""
     variants: dict[str, list[Record]] = {"baseline": [], "flux": []}
     for pair in range(pairs):
         order = ("baseline", "flux") if pair % 2 == 0 else ("flux", "baseline")
         for position, variant in enumerate(order):
-            for _ in range(per_block):
+            for _ in range(3):
                 changes = {"iteration-time": times[variant][pair], "block": 2 * pair + position}
                 variants[variant].append(record(len(variants[variant]) + 1, flux=variant == "flux", **changes))
     return variants

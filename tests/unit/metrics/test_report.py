@@ -21,8 +21,8 @@ INFO: dict[str, Any] = {
 }
 
 
-def plain_variants(pairs: int = 6) -> dict[str, list[Record]]:
-    variants = interleaved(pairs, {"baseline": [0.1] * pairs, "flux": [0.09] * pairs})
+def plain_variants() -> dict[str, list[Record]]:
+    variants = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
     variants["baseline"][0] |= {"warmup": True, "iteration-time": 4.0}
     variants["flux"][0] |= {"warmup": True, "iteration-time": 0.1}
     return variants

@@ -105,11 +105,10 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, *, logged_in: bool = True) -> Any:
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Any:
     """wandb whose service fails from the second record on, or at the start by ``error``."""
     fake = mock.MagicMock(Settings=dict)
     fake.setup.return_value.settings = types.SimpleNamespace(project=None, mode="online")
-    fake.login.return_value = logged_in
     fake.init.return_value = run = mock.MagicMock(url="", dir="", project="", id="fake")
     fake.init.side_effect = error
     run.log.side_effect = [None, BrokenPipeError("service\ndied")]

@@ -113,8 +113,8 @@ def call_of(m: int = 8) -> OperatorCall:
     return OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), W, GROUP)
 
 
-def keep(backend: str = "fused", plan: KernelConfig | None = None, *, m: int = 8, captured: bool = False) -> None:
-    key = key_of(call_of(m), captured=captured)
+def keep(backend: str = "fused", plan: KernelConfig | None = None, *, m: int = 8) -> None:
+    key = key_of(call_of(m), captured=False)
     cache.store(cache.cache_path(), key, Entry(backend=backend, plan=plan, ms={backend: 1.0}))  # type: ignore[arg-type]
 
 

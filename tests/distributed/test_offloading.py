@@ -1,4 +1,4 @@
-"""Megatron's fine-grained activation offloading."""
+"""Activation offloading, Megatron's fine-grained one and TransformerEngine's."""
 
 import contextlib
 import importlib
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, report
+from megatron_flux import FallbackError, FluxConfig, report
 from tests.distributed import te_stand_in
 from tests.distributed.data import relative_error
 from tests.distributed.megatron_world import flux, gpt_model, loss_and_gradients, on_gpu
@@ -115,3 +115,47 @@ def rank_offloading(te: bool, sequence_parallel: bool, v1: bool, backend: str = 
 )
 def test_offloaded_activations(te_world2: WorkerPool, te: bool, sequence_parallel: bool, v1: bool) -> None:
     te_world2.run(rank_offloading, te, sequence_parallel, v1)
+
+
+@contextlib.contextmanager
+def te_offloading(module: Any) -> Iterator[list[int]]:
+    """The number of elements of each tensor that TransformerEngine takes away, small ones and those on CPUs too."""
+    taken: list[int] = []
+    start_offload, empty_like = module.OffloadableLayerState.start_offload, torch.empty_like
+
+    def counting(state: Any) -> None:
+        start_offload(state)
+        taken.extend(tensor.numel() for tensor in state.cpu_tensor_group.tensor_list)
+
+    def takes(state: Any, tensor: torch.Tensor) -> bool:
+        may = not isinstance(tensor, torch.nn.Parameter) and not getattr(tensor, "_TE_do_not_offload", False)
+        return may and tensor.is_contiguous()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module.OffloadableLayerState, "start_offload", counting))
+        stack.enter_context(mock.patch.object(module.OffloadableLayerState, "_check_if_offload", takes))
+        if not on_gpu():
+            stack.enter_context(mock.patch.object(torch, "empty_like", lambda tensor, **_: empty_like(tensor)))
+        yield taken
+
+
+def rank_te_offloading(te: bool, sequence_parallel: bool, backend: str = "reference") -> None:
+    with te_megatron(dist.get_world_size()):
+        from transformer_engine.pytorch import cpu_offload
+
+        options = {"cpu_offloading": True, "cpu_offloading_num_layers": 2, "num_layers": 4}
+        model = model_of(te, **options, cpu_offloading_weights=False, sequence_parallel=sequence_parallel)
+        require_same(model, backend, lambda: te_offloading(cpu_offload))
+        with (
+            mock.patch.object(cpu_offload, "NVTE_CPU_OFFLOAD_V1", True),
+            mock.patch.object(cpu_offload.v1_code_path, "CPUOffloadEnabled", True),
+            flux(FluxConfig(strict=True)),
+            pytest.raises(FallbackError, match="activation offloading to the CPU"),
+        ):
+            loss_and_gradients(model)
+
+
+@pytest.mark.parametrize(("te", "sequence_parallel"), [(False, True), (True, True), (True, False)])
+def test_offloaded_by_te(te_world2: WorkerPool, te: bool, sequence_parallel: bool) -> None:
+    """And in its older way layers run stock."""
+    te_world2.run(rank_te_offloading, te, sequence_parallel)

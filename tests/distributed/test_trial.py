@@ -6,6 +6,7 @@ Replaced: what a turn took, and what compiling takes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.comm.links import Link
 from megatron_flux.errors import OperatorError
+from megatron_flux.ops import timing
+from megatron_flux.ops.backends import registry
 from megatron_flux.ops.backends.fused import FusedBackend
 from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
@@ -110,12 +113,12 @@ class Held:
 _try = TrialPlan._try
 
 
-def step(by: TunedBackend, rows: int = 32) -> Any:
+def step(by: TunedBackend, rows: int = 32, group: Any = None, **options: Any) -> Any:
     """Make a call by its plan, as operators do, check its result, and return what it ran."""
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     plans = state_of(group).plans
     x, w = integers(rows, 16, torch.float16), integers(32, 16, torch.float16)
-    call = OperatorCall("gemm_reduce_scatter", x, w, group)
+    call = OperatorCall("gemm_reduce_scatter", x, w, group, **options)
     plan = plans.get(call.key)
     if plan is None:
         plan = plans[call.key] = by.plan(call)
@@ -226,6 +229,26 @@ def test_a_first_turn_that_fails_everywhere_costs_its_candidate_and_elsewhere_th
 
 
 @on_ranks("world2")
+def test_lengths_near_each_other_share_a_trial_and_later_ones_ask_nobody(tmp_path: Path) -> None:
+    with training(tmp_path) as (by, clock):
+        train(by, 32, 34, 36)
+        assert len(trials(by)) == 1
+        turns = len(clock.turns)
+        with asked() as about:
+            for _ in range(2):  # the first is the last call of the trial's plan
+                ran = [step(by, rows) for rows in (30, 34, 36, 32)]
+        assert ran == [FAST] * 4
+        assert about == []
+        assert len(clock.turns) == turns
+        train(by, 64)
+        assert len(trials(by)) == 2
+    with training(tmp_path) as (by, clock):  # another process: what the file has for another m of the bucket
+        train(by, 30)
+        assert step(by, 30) == FAST
+        assert clock.turns == []
+
+
+@on_ranks("world2")
 def test_a_candidate_that_only_a_later_m_can_run_is_compiled_for_it(tmp_path: Path) -> None:
     """And only then may it run, on all ranks."""
     compiling, ran, fits = Held(FAST), list[Any](), candidates.runs
@@ -307,6 +330,17 @@ def test_a_call_that_one_rank_has_not_waited_for_counts_on_none(tmp_path: Path) 
         assert everywhere[0] == everywhere[1]
         for pending in late:
             pending.wait()
+
+
+@on_ranks("world2")
+def test_calls_that_nobody_waits_for_run_stock_in_the_end(tmp_path: Path) -> None:
+    with training(tmp_path) as (by, _):
+        pending = [asynchronous(by) for _ in range(200)]
+        (one,) = trials(by)
+        assert (one.decided.label, one.decided.ms) == ("reference", {})
+        for begun in pending:
+            timing.finish(begun)
+    assert not (tmp_path / "tuned.json").exists()
 
 
 @on_ranks("world2")
@@ -399,3 +433,32 @@ def test_nobody_waits_for_a_rank_that_is_some_calls_late() -> None:
         assert max(waited[:-1]) < late / 2
         assert (waited[-1] > late / 2) == (dist.get_rank() == 0 and before_end > 0)
         dist.barrier()
+
+
+@on_ranks("world2")
+def test_a_benchmark_waits_for_trials_of_its_own_calls_alone(tmp_path: Path) -> None:
+    from megatron_flux.bench import harness
+
+    with training(tmp_path) as (by, _), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._backends, "tuned", by)
+        patch.setattr(harness, "MOST_TUNING_S", 30.0)
+        step(by, 128)  # of a variant that then failed
+        harness.run_until_tuned(lambda: step(by), dist.group.WORLD)
+        assert [one.decided is not None for one in trials(by)] == [False, True]
+        assert step(by) == FAST
+
+
+@on_ranks("world2")
+def test_two_groups_decide_by_themselves(tmp_path: Path) -> None:
+    """Calls of both in one process, one group's more often."""
+    other = dist.new_group([0, 1])
+    with training(tmp_path) as (by, _):
+        of_both = [by.tuner.decisions(group).trials for group in (dist.group.WORLD, other)]
+        for number in itertools.count():
+            step(by)
+            if number % 2 == 0:
+                step(by, group=other)
+            if all(trials and all(one.decided for one in trials.values()) for trials in of_both):
+                break
+        assert [one.decided.plan for trials in of_both for one in trials.values()] == [FAST, FAST]
+        assert (step(by), step(by, group=other)) == (FAST, FAST)

@@ -148,6 +148,25 @@ def test_only_directions_that_are_tuned(tmp_path: Path) -> None:
     assert (asked, seen.calls) == (0, {}), "where nothing is tuned nothing runs"
 
 
+@on_ranks("world2")
+def test_ahead_of_inference(tmp_path: Path) -> None:
+    with megatron(tp=2), counting(tmp_path) as tuned:
+        model = gpt_model("gpt3", sequence_parallel=False)
+        model.output_layer.weight.requires_grad_(False)
+        with flux(), torch.inference_mode():
+            megatron_flux.tune_model(model, 1, BATCH)
+            forward = list(tuned.measured)
+            model.decoder.layers[0].mlp(torch.ones(1, BATCH, 32))
+            assert tuned.measured == forward
+        with flux():
+            megatron_flux.tune_model(model, 1, BATCH)
+        frozen = {call[:4] for call in tuned.measured if call[0] == "gemm_all_reduce" and call[4]}
+        assert frozen == {("gemm_all_reduce", BATCH, 32, 32)}
+        with flux():
+            assert megatron_flux.tune_model(model, 64, BATCH) > 0, "of many rows too"
+        assert {(call[0], call[4]) for call in forward} == {("gemm_all_reduce", False)}
+
+
 class Zeros:
     """Sequences of one token."""
 
@@ -160,6 +179,30 @@ class Zeros:
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         row = torch.zeros(self._length, dtype=torch.int64)
         return {"tokens": row, "labels": row, "loss_mask": torch.ones(self._length), "position_ids": row}
+
+
+@on_ranks("world2")
+def test_train_and_compare_tune_before_the_first_step(tmp_path: Path) -> None:
+    """QKV, proj, FC1 (in this model the output layer's shape too), FC2, forward and dgrad."""
+    from megatron_flux.run.folder import make
+    from megatron_flux.train import description
+    from megatron_flux.train.config import resolve
+    from megatron_flux.train.options import TrainOptions
+    from megatron_flux.train.variant import Variant
+
+    for name, calls in (("baseline", 0), ("flux", 8)):
+        with megatron(tp=2), counting(tmp_path) as tuned:
+            options = TrainOptions(
+                num_layers=1, seq_length=32, micro_batch_size=2, global_batch_size=2, sample_interval=0
+            )
+            config = resolve(options, world_size=2, device="cpu", out=tmp_path / name)
+            if dist.get_rank() == 0:
+                make(config.out, description.description(config), overwrite=False)
+            dist.barrier()
+            with Variant(name, config, Zeros(32), torch.device("cpu")) as variant:
+                before = len(tuned.measured)
+                next(variant.steps(1))
+            assert before == len(tuned.measured) == calls
 
 
 def test_a_model_that_is_not_patched_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""``bench ops``, ``peers`` and ``layer`` on two GPUs: small calls and a small model through the commands."""
+"""``bench ops``, ``peers``, ``layer`` and ``tune`` on two GPUs: small calls and a small model through the commands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flux.ops.kernel_config import KernelConfig
 from tests.gpu.conftest import HAVE_TE, NEEDS_TE
 from tests.gpu.test_commands import COMMAND
 
@@ -81,6 +82,28 @@ def test_bench_peers(tmp_path: Path) -> None:
     assert "flux vs best other" in done.stdout
 
 
+def test_tune_fills_a_cache(tmp_path: Path) -> None:
+    cache, other = tmp_path / "deep" / "tuned.json", tmp_path / "other.json"
+    words = ["tune", *CALLS, "--directions", "forward", "--tp", "2", "--set", f"cache={cache}"]
+    done = run(other, *words)
+    assert "(cached)" not in done.stderr
+    stored = json.loads(cache.read_text())
+    assert [key.split()[0] for key in sorted(stored)] == ["all_gather_gemm", "gemm_reduce_scatter"]
+    for plan in stored.values():
+        assert {"reference"} < set(plan["ms"])
+        assert plan["plan"] is None or KernelConfig(**plan["plan"])
+    assert done.stdout.count("llama2-70b") == 2
+    assert not other.exists()
+
+    assert run(other, *words).stderr.count("(cached)") == 2
+    assert json.loads(cache.read_text()) == stored
+
+    assert "(cached)" not in run(other, *words, "--force").stderr
+    again = json.loads(cache.read_text())
+    assert set(again) == set(stored)
+    assert again != stored
+
+
 def layers(out: Path, *words: str) -> dict[str, Any]:
     small = ("--preset", "small", "--tp", "2", "--rounds", "3", "--out", out)
     run(out.parent / "tuned.json", "bench", "layer", *small, *words)
@@ -113,6 +136,16 @@ def test_variants_traces_and_memory(tmp_path: Path) -> None:
     assert rows["local"]["breakdown"]["communication_ms"] > 0
     assert rows["no_communication"]["breakdown"]["communication_ms"] == 0
     assert (rows["flux_local"]["flux_layers"], rows["flux_local"]["flux_fallbacks"]) == (8, {})
+
+
+@pytest.mark.parametrize("more", [(), ("--frozen",)], ids=["trained", "frozen"])
+def test_zero_3_on_the_same_tokens(tmp_path: Path, more: tuple[str, ...]) -> None:
+    names = ("te" if HAVE_TE else "local", "fsdp", "fsdp_bf16")
+    summary = layers(tmp_path / "run", "--variants", ",".join(names), *more)
+    assert summary["skipped"] == []
+    for row in summary["rows"]:
+        assert row["agreement"]["ok"], (row["arm"], row["agreement"])
+        assert min(row["ms_per_layer"], row["peak_memory_gb"], row["breakdown"]["communication_ms"]) > 0
 
 
 @NEEDS_TE
@@ -156,3 +189,15 @@ def test_cuda_graphs_or_the_reason(tmp_path: Path) -> None:
         assert row["cuda_graph"] is (row["cuda_graph_reason"] is None)
         assert row["cuda_graph"] or row["cuda_graph_reason"]
     assert {r["arm"]: r["cuda_graph"] for r in summary["rows"]}["no_communication"], summary["rows"]
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_passes_without_gradients(tmp_path: Path, mode: str) -> None:
+    names = ("te", "local", "flux_local", "flux_te", "no_communication")
+    summary = layers(tmp_path / "run", "--mode", mode, "--variants", ",".join(names), "--micro-batch-size", "1,8")
+    ran = [name for name in names if HAVE_TE or "te" not in name]
+    assert [row["arm"] for row in summary["rows"]] == ran * 2, summary["skipped"]
+    for row in summary["rows"]:
+        assert row["agreement"] is None or row["agreement"]["ok"], row
+        assert row["context_length"] == (2048 if mode == "decode" else None)
+        assert row.get("cuda_graph", False) is (mode == "decode"), row.get("cuda_graph_reason")

@@ -105,10 +105,11 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Any:
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, *, logged_in: bool = True) -> Any:
     """wandb whose service fails from the second record on, or at the start by ``error``."""
     fake = mock.MagicMock(Settings=dict)
     fake.setup.return_value.settings = types.SimpleNamespace(project=None, mode="online")
+    fake.login.return_value = logged_in
     fake.init.return_value = run = mock.MagicMock(url="", dir="", project="", id="fake")
     fake.init.side_effect = error
     run.log.side_effect = [None, BrokenPipeError("service\ndied")]
@@ -145,3 +146,23 @@ def test_a_failed_training_is_a_failed_run(
         raise KeyError("training")
     fake.init.return_value.finish.assert_called_once_with(exit_code=1)
     assert ["cannot finish" in said for said in warnings(caplog)] == [True]
+
+
+def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises
+    with mirror("disabled", tmp_path) as disabled:
+        disabled.write(record(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "logged_in", "mode"),
+    [("online", False, "offline"), ("auto", True, "online"), ("auto", False, "offline")],
+)
+def test_where_nobody_is_logged_in_it_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, logged_in: bool, mode: str
+) -> None:
+    fake = fake_wandb(monkeypatch, logged_in=logged_in)
+    mirror(asked, tmp_path)
+    assert [call.kwargs["mode"] for call in fake.init.call_args_list] == [mode]
+    assert not any(call.kwargs["prompt"] for call in fake.login.call_args_list), "who is asked for a key never trains"

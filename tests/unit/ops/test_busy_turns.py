@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from megatron_flux.ops.kernel_config import KernelConfig
 from megatron_flux.ops.tuner import host_bound, trial
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED
-from megatron_flux.ops.tuner.effects import Timed
+from megatron_flux.ops.tuner.effects import Timed, effects_of
 
 ENTRIES = [UNMEASURED, *(Entry(backend="fused", plan=KernelConfig(bn=bn)) for bn in (256, 128))]
 PROCESSES: Any = SimpleNamespace(rank=lambda: 0)
@@ -51,6 +53,8 @@ class Turns:
         return True
 
 
+BY_HOST = dict.fromkeys(range(3), 4.0)
+"""Times of turns that find the GPU idle."""
 Each = Callable[[], tuple[bool | set[int], dict[int, float]]]
 """Whether the next call finds the GPU idle, and what its turn takes, by candidate."""
 
@@ -82,6 +86,25 @@ def test_turns_in_which_the_gpu_was_busy_count_alone(monkeypatch: pytest.MonkeyP
 CHUNKED = [UNMEASURED, *(Entry(backend="chunked", pieces=count) for count in (2, 8))]
 
 
+@pytest.mark.parametrize(
+    ("share", "slower", "host", "pieces"),
+    [(0.15, 1.05, 0.2, 2), (0.9, 1.05, 0.2, 8), (0.15, 1.05, 0.02, 8), (0.15, 1.2, 0.3, 8)],
+)
+def test_where_the_host_is_the_bound_its_time_counts(
+    monkeypatch: pytest.MonkeyPatch, share: float, slower: float, host: float, pieces: int
+) -> None:
+    """A ``share`` of the later calls finds the GPU busy; the first ones say which candidates are about as fast. Eight
+    pieces take the ``host`` so much longer than two. The likeliest one runs where a candidate never found it busy.
+    """
+    busy = False, {0: 3.0, 1: slower, 2: 1.0}
+    for seed in range(20):
+        turns, draw = Turns(monkeypatch, CHUNKED), random.Random(seed)
+        turns.host = {0: 0.2, 1: 0.3, 2: 0.3 + host}
+        found = decided(turns, lambda: busy if turns.calls < 12 or draw.random() < share else (True, BY_HOST))  # noqa: B023
+        assert found.pieces in ({pieces} if turns.trial._sure([1, 2]) else {2, pieces})
+        assert bool(found.ms) == (share == 0.9 or slower == 1.2)
+
+
 def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other work leaves the GPU behind the host for so long that stock's calls alone find it busy."""
     turns, draw = Turns(monkeypatch, CHUNKED), random.Random(0)
@@ -92,6 +115,25 @@ def test_a_call_that_finds_the_gpu_idle_where_it_was_delayed(monkeypatch: pytest
         return {0, 1, 2} if late else {1, 2}, {0: 0.5, 1: 0.4, 2: 0.4}
 
     assert decided(turns, each) == UNMEASURED
+
+
+def medians(turns: list[Timed]) -> dict[int, float]:
+    return {candidate: statistics.median(found) for candidate, found in effects_of(turns).items()}
+
+
+def test_noise_and_an_outlier_do_not_decide() -> None:
+    draw = random.Random(3)
+    wrong = 0
+    for _ in range(200):
+        turns = []
+        for _ in range(5):
+            rows = draw.randrange(2048, 4096)  # a step, whose layers take turns
+            for candidate, ratio in ((0, 1.0), (1, 0.93), (2, 1.02)):
+                ms = (0.6 + 3e-5 * rows) * ratio * math.exp(draw.gauss(0, 0.02))
+                turns.append(Timed(candidate, rows, ms * (20 if draw.random() < 0.05 else 1)))
+        found = medians(turns)
+        wrong += min(found, key=found.get) != 1  # type: ignore[arg-type]
+    assert wrong <= 4
 
 
 @pytest.mark.parametrize(("rows", "runs"), [((8, 8), None), ((8, 9), 0)])

@@ -6,6 +6,8 @@ tests/gpu.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +166,53 @@ def test_a_further_m_loads_no_kernel(operator: str, gpu: Gpu, monkeypatch: pytes
     assert set(state_of(gpu.group).plans.values()) == {plan}
     state_of(gpu.group)._retire(gpu.work)  # type: ignore[arg-type]
     assert not plan._bindings
+
+
+def test_a_slab_that_is_worn_out_is_left(gpu: Gpu) -> None:
+    """After very many calls, to which all ranks come alike."""
+    gpu.backend(HOPPER)
+    made: list[Any] = []
+    CALLS["gemm_reduce_scatter"](gpu)
+    gpu.work.limit = 1
+    state_of(gpu.group).slab = lambda *of: made.append(of) or Work()  # type: ignore[assignment, func-returns-value]
+    CALLS["gemm_reduce_scatter"](gpu)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("operator", ["all_gather_gemm", "gemm_reduce_scatter", "all_gather", "gemm_all_reduce"])
+def test_a_slab_that_is_replaced_is_freed(operator: str, gpu: Gpu) -> None:
+    gpu.backend(CONFIGS.get(operator, HOPPER))
+    CALLS[operator](gpu)
+    old, memory = gpu.work, [weakref.ref(data) for data in gpu.work.data]
+    gpu.use(Work())
+    state_of(gpu.group)._retire(old)  # type: ignore[arg-type]
+    gpu.done.clear()
+    del old
+    gpu.arguments = {}
+    gc.collect()
+    assert all(data() is None for data in memory)
+    CALLS[operator](gpu)
+    assert gpu.work.calls == 1
+
+
+def test_calls_for_graphs_run_on_a_slab_of_their_own(gpu: Gpu) -> None:
+    """With their own plan; in the capture itself no plan is kept that was not there before."""
+    backend, captured = gpu.backend(HOPPER), Work()
+    state_of(gpu.group).slabs["gemm", True] = captured  # type: ignore[assignment]
+
+    def call(rows: int = 64) -> None:
+        ops.gemm_reduce_scatter(on_gpu(rows, 64), on_gpu(32, 64), gpu.group, backend="one way")
+
+    call()
+    with captured_calls():
+        call()
+    assert (gpu.work.calls, captured.calls, backend.plans) == (1, 1, 2)
+    gpu.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call()
+    assert (gpu.work.calls, captured.calls, backend.plans) == (1, 2, 2)
+    for _ in range(2):
+        call(128)
+    assert backend.plans == 4
 
 
 def test_a_call_is_ready_for_a_graph_once_graphs_have_a_workspace_of_its_size(gpu: Gpu) -> None:

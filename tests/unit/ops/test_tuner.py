@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm import links, transports
+from megatron_flux.comm import group_state, links, transports
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.links import Link
@@ -22,6 +22,7 @@ from megatron_flux.errors import OperatorError
 from megatron_flux.log_once import log_once
 from megatron_flux.ops import timing
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
+from megatron_flux.ops.backends import chunked
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
@@ -113,8 +114,8 @@ def call_of(m: int = 8) -> OperatorCall:
     return OperatorCall("gemm_reduce_scatter", torch.zeros(m, 4), W, GROUP)
 
 
-def keep(backend: str = "fused", plan: KernelConfig | None = None, *, m: int = 8) -> None:
-    key = key_of(call_of(m), captured=False)
+def keep(backend: str = "fused", plan: KernelConfig | None = None, *, m: int = 8, captured: bool = False) -> None:
+    key = key_of(call_of(m), captured=captured)
     cache.store(cache.cache_path(), key, Entry(backend=backend, plan=plan, ms={backend: 1.0}))  # type: ignore[arg-type]
 
 
@@ -157,6 +158,31 @@ def test_capture_tries_nothing_reads_nothing_and_remembers_nothing(
     tuner.tuner.backends.fused.ready = False  # type: ignore[attr-defined]
     assert tuner(x=x, w=w) == STOCK, "eagerly, so that graphs have no workspace"
     assert "has not run for CUDA graphs before this capture" in caplog.text
+
+
+def test_calls_that_will_be_captured_take_their_own_entry_or_that_of_eager_ones(tuner: Tuned) -> None:
+    eager, captured = KernelConfig(reducers=7), KernelConfig(reducers=3)
+    keep(plan=eager)
+    with captured_calls():
+        assert tuner() == ("fused", eager)
+    cache.cache_path().unlink()
+    tuner.forget()
+    keep(plan=captured, captured=True)
+    assert tuner() == STOCK
+    tuner.forget()
+    keep(plan=eager)
+    with captured_calls():
+        assert tuner() == ("fused", captured)
+    assert tuner() == ("fused", eager)
+
+
+def test_off_tries_nothing_ahead_either_unless_all_is_asked_for(timed: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "off")
+    timed.decide(call_of())
+    assert (timed.log, timed.trials) == ([], [])
+    assert timed() == STOCK
+    assert timed.tuner.decide(call_of(), full=True).plan == FULL[-1], "the command tune is there for nothing else"
+    assert timed() == ("fused", FULL[-1])
 
 
 # Other values of m
@@ -271,6 +297,41 @@ def test_passes_with_and_without_gradients_run_one_plan(timed: Tuned) -> None:
         timed.plan(forward).run(forward)
     assert timed.log[-1] == ("fused", FULL[-1])
     del plans["training"]
+
+
+def test_trials_are_forgotten_in_the_end(timed: Tuned) -> None:
+    timed.patch(cache, "keep", lambda *_: None)
+    timed.patch(group_state, "MOST_ENTRIES", most := 16)
+    for n in range(1, most + 20):
+        timed.plan(OperatorCall("gemm_reduce_scatter", X, torch.zeros(n, 4), GROUP))
+    decisions = timed.tuner.decisions(GROUP)
+    assert max(map(len, (decisions.trials, decisions.kinds))) == most
+    for m in range(2, 2 * most + 40, 2):
+        timed.tuner.decide(call_of(m))
+    kinds = decisions.kinds.values()
+    assert max(map(len, (decisions.trials, kinds, *(kind.known for kind in kinds)))) == most
+
+
+def test_of_further_m_both_widths_are_tried_and_nothing_that_it_cannot_run(timed: Tuned) -> None:
+    """Which width is the faster one changes with m, and a candidate without a turn would be a warning."""
+    given = [KernelConfig(reducers=4), KernelConfig(bn=128), KernelConfig(reducers=5), KernelConfig(reducers=6)]
+    timed.patch(candidates, "candidates", lambda *_, **__: given)
+    assert timed() == ("fused", given[-1])
+    timed.patch(candidates, "fits", lambda op, plan, *_: plan != given[-1])
+    timed(x=torch.zeros(512, 4))
+    assert [entry.plan for entry in timed.trials[-1].entries] == [None, *given[:2]]
+
+
+def test_calls_that_will_be_captured_are_decided_at_once(timed: Tuned) -> None:
+    with captured_calls():
+        call_of().run(timed)
+        assert timed.log[-1] == ("fused", FULL[-1])
+        assert [one.decided is not None for one in timed.trials] == [True]
+        ran = len(timed.log)
+        call_of(10).run(timed)
+        assert len(timed.log) == ran + 1
+    ((key, _),) = cache.load(cache.cache_path()).items()
+    assert " in graphs " in key
 
 
 def test_a_candidate_that_cannot_be_captured(timed: Tuned, caplog: pytest.LogCaptureFixture) -> None:
@@ -423,6 +484,17 @@ def test_an_8_bit_wire_only_where_it_was_asked_for(over_host: Tuned) -> None:
     assert sum("host wire=int8" in key for key in cache.load(cache.cache_path())) == 1
 
 
+def test_the_number_of_pieces_is_tried_and_kept(over_host: Tuned) -> None:
+    over_host.patch(chunked, "LEAST_BYTES", 8)
+    over_host.patch(chunked, "LEAST_ROWS", 2)
+    for _ in ("tried", "kept"):
+        assert over_host() == ("chunked", 4), "one a row; the last candidate is the fastest"
+        over_host.forget()
+        clock(over_host, lambda candidate: pytest.fail("it is known"))
+    assert set(kept().ms) == {"reference", "chunked x2", "chunked x4"}
+    assert (kept().label, kept().plan) == ("chunked x4", None)
+
+
 def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(over_host: Tuned) -> None:
     renewed: list[Any] = []
     over_host.patch(transports, "renew", renewed.append)
@@ -430,3 +502,29 @@ def test_a_chunked_backend_that_fails_everywhere_gets_another_transport(over_hos
     over_host.patch(over_host.backends.chunked["chunked"], "plan", lambda call, pieces: broken)
     assert over_host() == STOCK
     assert renewed == [GROUP]
+
+
+def test_over_pcie_only_where_it_was_asked_for(tuner: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link("p2p", "no NVLink between GPU 0 and GPU 1")
+    monkeypatch.setattr(links, "probe", lambda group, device: link)
+    monkeypatch.setattr(keys, "by_chunks", lambda x, group: links.by_chunks(link))
+    monkeypatch.setattr(tuner.backends.fused, "reason", "over PCIe")
+    monkeypatch.delenv("MEGATRON_FLUX_LINK", raising=False)
+    assert tuner.untested(X, GROUP) == "over PCIe"
+    made = OperatorCall("gemm_reduce_scatter", X, W, GROUP)
+    assert " tp=2 p2p | " in key_of(made, captured=False)
+    monkeypatch.setenv("MEGATRON_FLUX_LINK", "p2p")
+    assert tuner.untested(X, GROUP) is None
+    assert " tp=2 p2p in chunks | " in key_of(made, captured=False), "not what fused kernels were measured over"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_ahead_of_a_training_calls_stand_as_in_it(timed: Tuned, beside: bool) -> None:
+    """Other work before each keeps the GPU behind the host; wgrad stands between begin and wait, where it will."""
+    for name in ("work_before", "wgrad_of"):
+        timed.patch(alone, name, lambda call, name=name: lambda: timed.log.append(name))
+    call = OperatorCall("gemm_all_reduce", torch.zeros(8, 4), torch.zeros(64, 4), GROUP, async_op=beside)
+    timed.tuner.decide(call)
+    step = 3 if beside else 2
+    assert timed.log[::step] == ["work_before"] * (len(timed.log) // step)
+    assert timed.log[2::3] == ["wgrad_of"] * (len(timed.log) // 3) if beside else "wgrad_of" not in timed.log

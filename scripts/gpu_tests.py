@@ -30,7 +30,7 @@ from megatron_flux.version import COMMIT, __version__
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("tests/gpu")
 PARTS = {
-    "test_bench": 9,
+    "test_bench": 8,
     "test_commands": 6,
     "test_fused": 7,
     "test_host": 3,
@@ -39,7 +39,7 @@ PARTS = {
     "test_te_layers": 3,
 }
 """Programs that the tests of a file are spread over. Longest first: others are one each, behind them."""
-ALONE = ("test_room", "test_jobs", "test_memory")
+ALONE = ("test_room", "test_jobs")
 """They fill a GPU's memory, or look whether anything else runs: one after the other, behind all others."""
 SAID = re.compile(r"^(tests/gpu/.+?) (PASSED|FAILED|ERROR|SKIPPED)(?:\s|$)", re.MULTILINE)
 

@@ -356,7 +356,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/tuner/trial.py",
         "    if len(failed) < processes.size():\n",
         "    if False:\n",
-        ("tests/distributed/test_tuner.py::test_a_candidate_that_fails_on_one_rank_is_an_error_on_all",),
+        (f"{TRIAL}::test_a_first_turn_that_fails_everywhere_costs_its_candidate_and_elsewhere_the_run",),
     ),
     Fault(
         "a call that was broken off is taken for a candidate's fault",
@@ -405,14 +405,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{OPS}/timing.py",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)",
         "dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)",
-        (f"{LATE}::test_a_burst_takes_as_long_as_on_the_slowest_rank",),
+        (f"{LATE}::test_bursts_and_rounds_take_as_long_as_on_the_slowest_rank",),
     ),
     Fault(
         "rounds forget the other ranks",
         f"{OPS}/timing.py",
         "    ms = {name: _slowest(bursts, group, device) for name, bursts in times.items()}\n",
         "    ms = {name: torch.tensor(bursts) for name, bursts in times.items()}\n",
-        (f"{LATE}::test_rounds_tell_of_the_slowest_rank",),
+        (f"{LATE}::test_bursts_and_rounds_take_as_long_as_on_the_slowest_rank",),
     ),
     Fault(
         "step time of rank 0",

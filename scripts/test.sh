@@ -74,8 +74,6 @@ if [[ ! -d $NEMO_RL/nemo_rl/algorithms ]]; then # earlier versions of this scrip
         tar -xz --strip-components 1 -C "$NEMO_RL.part" --wildcards '*/nemo_rl' 2>/dev/null &&
         mv "$NEMO_RL.part" "$NEMO_RL" || printf 'note: the source of NeMo-RL could not be fetched\n' >&2
 fi
-# The oldest wandb that pyproject.toml allows, beside the newest.
-fetch_apart "$PREFIX/oldest-wandb" wandb==0.30.0
 
 wait "$packages"
 trap - EXIT

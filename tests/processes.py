@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -46,6 +47,14 @@ def left(mark: str, seconds: float) -> list[str]:
     while (found := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.3)  # looking costs a good part of that
     return [_line(process) for process in found]
+
+
+def until(holds: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait until it holds. Fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def end(mark: str) -> None:

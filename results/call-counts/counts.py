@@ -2,8 +2,9 @@
 
     PYTHONPATH=CHECKOUT TRITON_INTERPRET=1 python results/call-counts/counts.py OUT.json
 
-Two gloo ranks on CPUs; warm calls on a GPU that is not there (CHECKOUT/tests/unit/ops/test_call_path.py). Triton's
-kernel counts once. CHECKOUT may be an older one: the script was run on each commit in summary.json.
+Two gloo ranks on CPUs; warm calls on a GPU that is not there (CHECKOUT/tests/unit/ops/test_call_path.py, which
+6336666a is the last commit to have). Triton's kernel counts once. CHECKOUT may be an older one: the script was run on
+each commit in summary.json.
 """
 
 from __future__ import annotations

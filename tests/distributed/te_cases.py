@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FluxConfig, ops
+from megatron_flux import FluxConfig
 from tests.distributed import te_stand_in
 from tests.distributed.data import normals, require_close
 from tests.distributed.megatron_world import flux, megatron, model_config, on_gpu
@@ -190,20 +190,6 @@ def rank_case(case: Case, backend: str = "reference") -> dict[str, Any]:
         require_same(case, stock, ours)
         assert (seen.active_layers, seen.fallbacks) == (1, {})
         return seen.calls
-
-
-def rank_recompute(kind: str) -> dict[str, int]:
-    case = Case(kind, fusion=True)
-    with te_megatron(dist.get_world_size()):
-        from megatron.core.tensor_parallel import checkpoint
-
-        def recomputed(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-            return run(case, layer, lambda x: checkpoint(lambda x: layer(x), False, x))
-
-        stock = recomputed(build(case))
-        with flux(STRICT):
-            require_same(case, stock, recomputed(build(case)))
-            return {name: ops.stats.total(name) for name in ("all_gather_gemm", "gemm_reduce_scatter")}
 
 
 def rank_small_bias(kind: str, options: dict[str, Any]) -> None:

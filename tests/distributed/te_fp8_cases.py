@@ -299,20 +299,6 @@ def rank_fp8_recompute(kind: str, recipe: str, by_te: bool) -> None:
     require_stocks(recomputed, f"{kind}, {recipe}")
 
 
-def rank_fp8_no_grad(kind: str, recipe: str) -> None:
-    case = fp8_case(kind)
-    with fp8_megatron(), torch.no_grad():
-        layer = built(case)
-        x = input_of(case, 7)
-        found = []
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            layer.is_first_microbatch = True
-            with patch, autocast(recipe_of(recipe)):
-                found.append(layer(x)[0])
-        assert not found[1].requires_grad
-        require_close("y", found[1], found[0], tolerance())
-
-
 def peaks(case: Case, recipe: str, peak: Callable[[Callable[[], None]], int]) -> tuple[int, int]:
     """Peak memory of a micro-batch, by stock and by ours; ``peak`` measures that of a step."""
     with fp8_megatron():

@@ -20,7 +20,6 @@ from tests.distributed.megatron_world import splits_on_the_host
 from tests.distributed.pool import WorkerPool
 from tests.distributed.te_fp8_cases import fp8_megatron
 from tests.distributed.test_bench_layer import few_steps, the_bound_sends_nothing
-from tests.distributed.test_bench_layer import run as run_local
 
 pytestmark = te_stand_in.needed
 
@@ -122,14 +121,8 @@ def test_a_shard_that_is_lost_is_no_rounding(te_world2: WorkerPool, tmp_path: Pa
 
 
 EXPERT_VARIANTS = ("te", "te_again", "flux_te", "no_communication")
-EXPERT_SIZES = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 32,
-    "kv_channels": 32,
-}
-EXPERT_SIZES |= {"num_moe_experts": 8, "moe_router_topk": 2}
+EXPERT_SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 32}
+EXPERT_SIZES |= {"kv_channels": 32, "num_moe_experts": 8, "moe_router_topk": 2}
 SMALL_EXPERTS = {
     "experts": EXPERTS["qwen3-30b-a3b"].shape.model_copy(update=EXPERT_SIZES),
     "shared": EXPERTS["qwen2-57b-a14b"].shape.model_copy(
@@ -175,52 +168,12 @@ def test_variants_with_experts_agree(te_world2: WorkerPool, tmp_path: Path) -> N
             assert row["flux_calls_per_step"] == {f"{op}/{backend}": n for op, n in calls.items()}
 
 
-def run_with_te(out: Path, model: str) -> dict[str, Any]:
-    from megatron_flux.bench import variants
-
-    with mock.patch.object(variants, "available_layers", return_value="te"):
-        return run(out, model, (None,), ("te", "fsdp", "fsdp_again"))
-
-
-def test_zero_3(te_world2: WorkerPool, tmp_path: Path) -> None:
-    summary = te_world2.run(run_with_te, tmp_path, "swiglu")[0]
-    assert summary["skipped"] == []
-    rows = {row["arm"]: row for row in summary["rows"]}
-    for name in ("fsdp", "fsdp_again"):
-        agreement = rows[name]["agreement"]
-        assert (agreement["with"], agreement["ok"]) == ("te", True)
-        assert max(agreement[of] for of in ("y", "dx", "wgrad")) < 1e-5
-        assert rows[name]["speedup_vs_te"] > 0
-
-
 # Adapters
-
-LORA_VARIANTS = ("local", "local_again", "flux_local", "no_communication")
 
 
 def adapted(**changes: Any) -> Workload:
     few = {"model": "swiglu", "seq": 16, "micro_batch": 2, "layers": 2, "frozen": True, "lora": 4}
     return Workload(**{**few, "lora_targets": LORA_TARGETS, **changes})
-
-
-@pytest.mark.parametrize(
-    ("targets", "sequence_parallel"), [(LORA_TARGETS, False), (("linear_qkv",), True)], ids=["all-whole", "qkv"]
-)
-def test_variants_with_adapters_agree(
-    world2: WorkerPool, tmp_path: Path, targets: Any, sequence_parallel: bool
-) -> None:
-    work = adapted(lora_targets=targets, sequence_parallel=sequence_parallel)
-    rows = world2.run(partial(run_local, workloads=(work,), variants=LORA_VARIANTS), 2, tmp_path)[0]["rows"]
-    assert [row["arm"] for row in rows] == list(LORA_VARIANTS)
-    assert {(row["lora"], tuple(row["lora_targets"]), row["frozen"]) for row in rows} == {(4, targets, True)}
-    _, again, flux, bound = rows
-    zero = dict.fromkeys(("y", "dx", "wgrad"), 0.0)
-    assert again["agreement"] == {"with": "local", **zero, "ok": True}
-    assert flux["agreement"]["ok"]
-    assert max(flux["agreement"][name] for name in zero) < 1e-5
-    assert flux["flux_layers"] > 4 * work.layers, "no adapter runs flux"
-    assert bound["flux_layers"] == flux["flux_layers"]
-    assert {name.split("/")[1] for name in bound["flux_calls_per_step"]} == {"no_communication"}
 
 
 def test_right_gradients_are_what_variants_are_compared_with(te_world2: WorkerPool, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_flux.bench import harness
 from megatron_flux.bench.cases import Workload
-from megatron_flux.bench.harness import Ranks, Variant
 from megatron_flux.bench.options import VARIANTS, LayerRun
 from megatron_flux.comm import links
 from megatron_flux.comm.collectives import Pending
@@ -93,19 +91,6 @@ def test_variants_agree_and_are_written_down(world2: WorkerPool, tmp_path: Path)
     assert [(line["model"], line["arm"], len(line["step_ms"])) for line in lines] == [(*of, 3) for of in ran]
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_without_sequence_parallelism(world2: WorkerPool, tmp_path: Path, frozen: bool) -> None:
-    workload = Workload(model="swiglu", seq=64, micro_batch=2, layers=1, sequence_parallel=False, frozen=frozen)
-    variants = ("local", "local_again", "flux_local", "no_communication")
-    changes = {"workloads": (workload,), "variants": variants}
-    _, again, flux, bound = world2.run(partial(run, **changes), 2, tmp_path)[0]["rows"]
-    assert again["agreement"] == {**again["agreement"], "with": "local", "y": 0.0, "ok": True}
-    assert (flux["sequence_parallel"], flux["frozen"], flux["agreement"]["ok"]) == (False, frozen, True)
-    assert ("wgrad" in flux["agreement"]) is not frozen
-    assert flux["flux_layers"] == 4
-    assert bound["flux_calls_per_step"] == {"gemm_all_reduce/no_communication": 4}
-
-
 def test_prefill_and_decode(world2: WorkerPool, tmp_path: Path) -> None:
     """Forward operators alone: nothing of backward, and nothing that the bound sends."""
     prefill = Workload(model="gelu", seq=16, micro_batch=2, layers=1, mode="prefill")
@@ -176,24 +161,6 @@ def test_a_wrong_variant_is_called_wrong(world2: WorkerPool, tmp_path: Path) -> 
     assert [(r["arm"], r["agreement"]["ok"]) for r in rows] == [("local", True), ("flux_local", False)] * len(SMALL)
 
 
-@on_ranks("world2")
-def test_rounds_are_shuffled_alike_on_all_ranks_by_the_first_ones_clock() -> None:
-    group: Any = dist.group.WORLD
-    here = Ranks(torch.device("cpu"), group, group, links.Link("none", ""), lambda _: None)
-    order: list[str] = []
-    variants = [Variant(name, lambda name=name: order.append(name)) for name in "abc"]  # type: ignore[misc]
-    for late in (0, 1):
-        deadline = time.monotonic() + (-1 if dist.get_rank() == late else 1000)
-        samples = harness.measure(variants, here, rounds=8, burst=2, deadline=deadline)
-        assert {name: len(of["step_ms"]) for name, of in samples.items()} == dict.fromkeys("abc", 8 if late else 1)
-    rounds = ["".join(order[i : i + 9 : 3]) for i in range(0, len(order), 9)]
-    everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, rounds)
-    assert everywhere[0] == everywhere[1]
-    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
-    assert len(set(rounds)) > 1
-
-
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -236,17 +203,6 @@ def test_results_are_those_of_tensor_parallelism(world: WorkerPool, tmp_path: Pa
         assert max(agreement["y"], agreement["dx"]) < 1e-5
         assert agreement["wgrad"] < most
     assert found["fsdp_bf16"]["agreement"]["wgrad"] > 1e-4
-
-
-def test_sequences_that_cannot_be_divided(world2: WorkerPool, tmp_path: Path) -> None:
-    work = FSDP.model_copy(update={"micro_batch": 3, "layers": 1})
-    whole = FSDP.model_copy(update={"layers": 1})
-    changes = {"workloads": (work, whole), "variants": ("fsdp",)}
-    summary = world2.run(partial(run, **changes), 2, tmp_path)[0]
-    assert [skipped["reason"] for skipped in summary["skipped"]] == [
-        "FSDP divides a micro-batch by sequences, and tp 2 does not divide 3; use --micro-batch-size 2 or a multiple",
-        "it takes its weights from a variant with tensor parallelism, and none could be built",
-    ]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from megatron_flux.ops.backends.reference import ReferenceBackend
 from megatron_flux.ops.backends.tuned import TunedBackend
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.kernel_config import KernelConfig
-from megatron_flux.ops.tuner import cache, tuner
+from megatron_flux.ops.tuner import tuner
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.candidates import UNMEASURED, Backends
 from megatron_flux.ops.tuner.trial import Trial
@@ -185,11 +184,3 @@ def test_tuning_fills_the_cache_once(world2: WorkerPool, tmp_path: Path) -> None
     cache.write_text(json.dumps({**stored, done[0][1]: stale, "another machine's": stale}))
     assert world2.run(partial(fill, force=True), cache, CASES)[0][2] == 4, "forced, all again"
     assert json.loads(cache.read_text()) == {**stored, "another machine's": stale}
-
-
-def test_a_measured_plan_stays_where_later_times_did_not_decide(tmp_path: Path) -> None:
-    wanted: Any = SimpleNamespace(force=True, cache=tmp_path / "tuned.json")
-    key, measured = "all_gather_gemm m=8 n=4 k=4", Entry(backend="reference", ms={"reference": 1.0})
-    for plan in (measured, Entry(backend="chunked", pieces=2)):
-        tune._store(wanted, key, 8, plan)
-    assert cache.parse(key, cache.load(wanted.cache)[key]) == measured

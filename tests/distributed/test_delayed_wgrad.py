@@ -1,8 +1,5 @@
-"""Delayed wgrad of layers over TransformerEngine, patched against stock; and Megatron's own schedule for experts."""
+"""Delayed wgrad of layers over TransformerEngine, patched against stock; and what other releases of it run."""
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
@@ -12,22 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FallbackError, FluxConfig, ops, report
+from megatron_flux import FallbackError, FluxConfig, ops
 from megatron_flux.ops.kernel_config import KernelConfig
-from tests.distributed import data, te_stand_in
+from megatron_flux.patch import te_seam
+from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8
+from tests.distributed import te_stand_in
 from tests.distributed.megatron_world import (
-    BATCH,
-    FAMILIES,
-    SEQUENCE,
-    VOCABULARY,
-    _te_layer,
-    batch,
     flux,
-    loss_of,
-    model_config,
     on_gpu,
-    pipeline_stages,
-    splits_on_the_host,
 )
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import (
@@ -229,88 +218,19 @@ def test_fusion_without_main_grad() -> None:
         assert seen.active_layers == 1
 
 
-EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-OPTIONS: dict[str, Any] = {
-    **{"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True},
-    **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": True},
-    **{"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp64"},
-    **{"moe_shared_expert_intermediate_size": 32, "overlap_moe_expert_parallel_comm": True, **EXPERTS},
-}
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-COMBINED = 4
-
-
-@contextlib.contextmanager
-def no_gpu() -> Iterator[None]:
-    """What the schedule asks of CUDA beside streams."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as AllToAll
-
-    ranges = {"range_push": mock.DEFAULT, "range_pop": mock.DEFAULT, "range": mock.MagicMock()}
-    with (
-        mock.patch.object(AllToAll, "_maybe_dtoh_and_synchronize", splits_on_the_host),
-        mock.patch.object(torch.Tensor, "record_stream"),
-        mock.patch.multiple(torch.cuda.nvtx, **ranges),
-    ):
-        yield
-
-
-def stages(pp: int, **options: Any) -> list[torch.nn.Module]:
-    """This rank's stages of a model of two layers for each stage of the pipeline, the same numbers in every run."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(123)
-    torch.manual_seed(1234)
-    virtual = 2 if pp > 1 else None
-    config = model_config(
-        **FAMILIES["llama"], **OPTIONS, num_layers=2 * pp, virtual_pipeline_model_parallel_size=virtual,
-        batch_p2p_comm=True, **options,
-    )  # fmt: skip
-    layer, norm = _te_layer(config, {"num_experts": 4, "moe_grouped_gemm": True})
-    return pipeline_stages(config, layer, norm, VOCABULARY, SEQUENCE, position_embedding_type="rope")
-
-
-def forward_step(batches: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    make = model.build_schedule_plan if return_schedule_plan else model
-    return make(**next(batches)), loss_of
-
-
-def train_combined(pp: int, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], dict[str, str]]:
-    """Losses (on the last stage), this rank's gradients, and what its layers ran."""
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
-    models = stages(pp, **options)
-    run = functools.partial(
-        get_forward_backward_func(), forward_step_func=forward_step, model=models, num_microbatches=COMBINED,
-        seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
-    )  # fmt: skip
-    losses = [one["loss"].item() for one in run(data_iterator=[map(batch, range(COMBINED)) for _ in models])]
-    named = {f"{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
-    assert all(p.grad is not None for p in named.values())
-    return losses, {name: p.grad for name, p in named.items()}, report(models)["layers"]
-
-
-def rank_combined(pp: int, options: dict[str, Any]) -> list[float]:
-    virtual = {"virtual_pipeline_model_parallel_size": 2} if pp > 1 else {}
-    with te_megatron(2, pp=pp, **EXPERTS, **virtual), no_gpu():
-        losses, stock, _ = train_combined(pp, options)
-        with flux(FluxConfig(strict=True, backend="reference")) as seen:
-            same, ours, layers = train_combined(pp, options)
-        assert seen.fallbacks == {}
-        assert set(layers.values()) == {"flux"}
-        assert same == losses
-        data.require_equal(ours, stock)
-        return losses
-
-
-DELAY = {"delay_wgrad_compute": True}
-
-
-@pytest.mark.parametrize("options", [DELAY, RECOMPUTE], ids=["delayed", "recompute"])
-def test_one_stage(te_world2: WorkerPool, options: dict[str, Any]) -> None:
-    for losses in te_world2.run(rank_combined, 1, options):
-        assert len(set(losses)) == COMBINED
-
-
-def test_virtual_stages(te_world4: WorkerPool) -> None:
-    found = te_world4.run(rank_combined, 2, DELAY | RECOMPUTE)
-    assert [len(set(losses)) for losses in found] == [0, 0, COMBINED, COMBINED]
+@on_ranks("te_world2")
+def test_what_other_releases_run() -> None:
+    case, other = delayed("column", 0), "megatron_flux.patch.te_seam.version"
+    with te_megatron(dist.get_world_size()):
+        layer, x = build(case), input_of(case, 7)
+        for release, said in (("2.10.0", "delayed wgrad with"), ("2.21.0", "")):
+            with mock.patch(other, return_value=release), flux(STRICT), pytest.raises(FallbackError) as error:
+                layer(x)
+            supported = te_seam.DELAYS_WGRAD if said else ">=2.9,<2.21"
+            assert f"{said} TransformerEngine {release}, supported is {supported}".strip() in str(error.value)
+        # Builds of containers sort before the release that they lead to.
+        with mock.patch(other, return_value="2.11.0.dev0+f59ab79"):
+            assert isinstance(te_seam.load().fp8, TransformerEngineFp8)
+        with mock.patch(other, return_value="2.10.0+f59ab79"):
+            said = f"fp8 with TransformerEngine 2.10.0+f59ab79, supported is {SUPPORTED_FP8}"
+            assert te_seam.load().fp8 == said

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.comm import copy_engine, group_state, slab
-from megatron_flux.comm import timeouts as watch
 from megatron_flux.comm.group_state import drop_slabs, state_of
 from megatron_flux.errors import OperatorError, UserError
 from megatron_flux.ops import call as calls
@@ -25,7 +23,7 @@ from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.ops.kernel_config import KernelConfig
 from tests.distributed.data import gathered, summed
-from tests.distributed.pool import COLLECTIVE_TIMEOUT, WorkerPool, on_ranks
+from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.test_late_ranks import round_of_calls
 from tests.distributed.test_ops import use
 from tests.distributed.twins import NEEDS_TRITON, PLANS, TINY, integers, one_capture, twin, use_tma
@@ -222,10 +220,10 @@ def fresh(plan: KernelConfig, seconds: float) -> Iterator[Any]:
         group_state.drop_slabs()
 
 
-def call_of(backend: Any, operator: str, rows: int = 32, group: dist.ProcessGroup | None = None) -> Call:
+def call_of(backend: Any, operator: str, group: dist.ProcessGroup | None = None) -> Call:
     """A call of ``operator`` with new operands, whose result is exact."""
     group = group or dist.group.WORLD
-    x, w = integers(rows, 32, torch.float16), integers(32, 32, torch.float16)
+    x, w = integers(32, 32, torch.float16), integers(32, 32, torch.float16)
     if operator == "gemm_reduce_scatter":
         want = summed(x.float() @ w.float().t()).chunk(group.size())[group.rank()].half()
         return lambda: OperatorCall("gemm_reduce_scatter", x, w, group).run(backend).wait(), want
@@ -255,20 +253,6 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(OperatorError) as caught:
         call()
     return str(caught.value)
-
-
-@on_ranks("world2")
-def test_a_wait_lasts_as_long_as_the_groups_own() -> None:
-    """Seconds that waits of two groups may last, and of one that is told by the variable."""
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=33))
-    cpu = torch.device("cpu")
-    with mock.patch.dict(os.environ):
-        os.environ.pop("MEGATRON_FLUX_TIMEOUT_S", None)
-        found = [watch.Alarm(group, cpu).limit for group in (dist.group.WORLD, short)]
-        os.environ["MEGATRON_FLUX_TIMEOUT_S"] = "4"
-        found.append(watch.Alarm(short, cpu).limit)
-    dist.destroy_process_group(short)
-    assert [limit / 1e9 for limit in found] == [COLLECTIVE_TIMEOUT, 33.0, 4.0]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

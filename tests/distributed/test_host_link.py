@@ -20,6 +20,7 @@ from megatron_flux.comm.p2p_schedule import CLOSED, PeerLayout
 from megatron_flux.comm.timeouts import poison_on_error
 from megatron_flux.errors import OperatorError
 from tests.distributed.pool import on_ranks
+from tests.processes import until
 
 CPU = torch.device("cpu")
 WAYS = pytest.mark.parametrize("kind", ["host", "p2p"])
@@ -81,12 +82,9 @@ def test_everything_arrives(kind: str) -> None:
         (gather if rng.random() < 0.5 else exchange)(at, seed, cuts)
     dist.barrier()
     at_rest = EMPTY if kind == "host" else CLOSED
-    deadline = time.monotonic() + 10
     for region in at._regions.host:
         for word in at.layout.own_words():
-            while read(region + word) != at_rest and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert read(region + word) == at_rest
+            until(lambda at=region + word: read(at) == at_rest, 10)
     dist.barrier()
 
 

@@ -1,5 +1,5 @@
-"""Keeping gathered inputs for wgrad: same numbers to the bit, fewer gathers, a budget. Where no gradient is wanted: the
-operator alone, and nothing left behind that a later training would meet.
+"""Keeping gathered inputs for wgrad: same numbers to the bit, fewer gathers, a budget. Where no gradient is wanted
+nothing is left behind that a later training would meet.
 """
 
 from contextlib import nullcontext
@@ -102,8 +102,10 @@ def test_two_backwards() -> None:
 @on_ranks("world2")
 def test_what_keeps_nothing() -> None:
     block, x, before = Block(), one_input(), keep.report()["total"]
-    with torch.no_grad():
-        block.column(x)
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with without_gradients():
+            block.column(x)
+        assert state_of(dist.group.WORLD).column is None, "a later backward would gather for it"
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         block.column(x)
     for backends in (("chunked_int8", "auto", "reference"), ("reference", "auto", "chunked_int8")):
@@ -145,52 +147,6 @@ def test_whole_model(backend: str, recompute: str | None) -> None:
                 require_equal(step(model), plain)
             assert seen.calls.get(f"all_gather/{backend}", 0) == gathers, given
             assert held() == (0, 0)
-
-
-MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
-
-
-class Layers:
-    """Two column layers and a row layer, with the group's gathered inputs kept."""
-
-    def __init__(self) -> None:
-        self.group, rank = dist.group.WORLD, dist.get_rank()
-        shapes = {"x": (3, 2, 8), "first": (6, 8), "second": (8, 6), "row": (5, 8)}
-        self.o = {
-            name: normals(*of, seed=10 * i + rank).requires_grad_() for i, (name, of) in enumerate(shapes.items())
-        }
-
-    def forward(self) -> list[torch.Tensor]:
-        o, how = self.o, {"backend": "reference", "keep_gathered": True}
-        first = column_parallel_linear(o["x"], o["first"], None, self.group, **how)
-        own = first.chunk(dist.get_world_size())[dist.get_rank()]
-        second = column_parallel_linear(own.tanh(), o["second"], None, self.group, **how)
-        return [first, second, row_parallel_linear(second.tanh(), o["row"], self.group, backend="reference")]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks("world2")
-def test_the_operator_alone(mode: str) -> None:
-    layers = Layers()
-    ops.stats.reset()
-    before = keep.report()["total"]
-    expected = layers.forward()
-    forward = dict(ops.stats.calls)
-    total, gathers = keep.report()["total"], ops.all_gathers_begun(layers.group)
-    assert total == before + 2, "nothing is kept: nothing could be seen"
-    del expected[1:]
-    ops.stats.reset()
-    with MODES[mode]():
-        found = layers.forward()
-    assert dict(ops.stats.calls) == forward
-    assert forward == {("all_gather_gemm", "reference"): 2, ("gemm_reduce_scatter", "reference"): 1}
-    assert keep.report()["total"] == total
-    assert ops.all_gathers_begun(layers.group) == gathers
-    assert state_of(layers.group).column is None
-    assert not any(y.requires_grad for y in found)
-    with torch.enable_grad():
-        for one, other in zip(found, layers.forward(), strict=True):
-            assert torch.equal(one, other)
 
 
 class Pair:

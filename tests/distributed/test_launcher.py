@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -14,8 +15,7 @@ import psutil
 import pytest
 
 from megatron_flux.run.rank import WholeErrorFile
-from tests.distributed.forked import Forked
-from tests.processes import MARK, end, left, with_mark
+from tests.processes import MARK, end, left, until, with_mark
 from tests.train.conftest import UNCOMPILED
 
 LAUNCH = ("-m", "tests.distributed.launch")
@@ -32,10 +32,6 @@ def environment_of(**more: str) -> dict[str, str]:
 def begin(python: str, *words: str, **more: str) -> subprocess.Popen[str]:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([python, *words], text=True, cwd=ROOT, env=environment_of(**more), **pipes)
-
-
-def fork(*words: str, **more: str) -> Forked:
-    return Forked(*words, environment=environment_of(**more))
 
 
 def launch(python: str, *arguments: str) -> tuple[int, str]:
@@ -57,17 +53,6 @@ def test_a_failure_is_one_line_and_ends_the_others(warm_python: str, what: str, 
     began = time.monotonic()
     assert launch(warm_python, what) == (1, said)
     assert time.monotonic() - began < 120
-
-
-def test_an_error_of_one_rank_ends_a_benchmark(warm_python: str, tmp_path: Path) -> None:
-    """Its peer waits in a collective for the rest of the step."""
-    began = time.monotonic()
-    assert launch(warm_python, "bench", str(tmp_path)) == (
-        1,
-        "FluxError rank 1 failed: FluxError: small-16x1 local: rank 1: MemoryError: none is left; its peers have not "
-        "come to the end of it in 2 s (exit code 1); the rest is in the attic",
-    )
-    assert time.monotonic() - began < 50
 
 
 NODE = """
@@ -94,17 +79,12 @@ def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) ->
     (tmp_path / "n00").write_text("3 0 rank 0 on n00 failed: RuntimeError: Timed out\n")
     mark, notes = uuid.uuid4().hex, tmp_path / "n01.silent"
     more = {MARK: with_mark(mark), "MEGATRON_FLUX_FAILURES": str(tmp_path), "SLURMD_NODENAME": "n01"}
-    process, deadline = fork("-c", NODE, **more), time.monotonic() + 120
+    process = begin(sys.executable, "-c", NODE, **more)
     try:
-        while psutil.STATUS_STOPPED not in states(process.pid):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: psutil.STATUS_STOPPED in states(process.pid))
         time.sleep(1)
         process.terminate()
-        while not (notes.exists() and notes.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: notes.exists() and notes.read_text())
         assert notes.read_text() == "2 1 rank 0 on n01 gave no answer, its process: stopped\n"
     finally:
         end(mark)
@@ -115,12 +95,9 @@ def test_a_stopped_rank_is_noted_when_another_node_has_failed(tmp_path: Path) ->
 def test_ranks_end_with_a_launcher_that_is_killed_as_they_start() -> None:
     """Before they have asked the kernel to tell them: they are still importing."""
     mark = uuid.uuid4().hex
-    process = fork(*LAUNCH, "sleep", **{MARK: with_mark(mark)})
+    process = begin(sys.executable, *LAUNCH, "sleep", **{MARK: with_mark(mark)})
     try:
-        deadline = time.monotonic() + 120
-        while len(psutil.Process(process.pid).children()) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: len(psutil.Process(process.pid).children()) == 2)
         process.kill()
         assert left(mark, 120) == []
     finally:

@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import gpus, ops
-from megatron_flux.comm.collectives import Pending
 from megatron_flux.layers import column_parallel_linear, row_parallel_linear
 from megatron_flux.metrics import schema
-from megatron_flux.ops.backends.reference import ReferenceBackend
-from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fp8_operand import Fp8Kind, random_pair
 from megatron_flux.telemetry import call_sampler
-from megatron_flux.telemetry.call_sampler import NO_OVERLAP, Sampler
+from megatron_flux.telemetry.call_sampler import Sampler
 from tests import documented
 from tests.distributed.megatron_world import megatron
 from tests.distributed.pool import WorkerPool, on_ranks
@@ -250,66 +247,12 @@ def test_a_figure_is_what_the_ranks_have_seen(starts: list[Truth], field: str) -
     assert slowest != {0}, "rank 0 was the slowest in all steps: nothing was tested"
 
 
-DELAY = 0.05
-
-
-def step(rows: int = 4) -> None:
+def step() -> None:
     """Forward and backward of a column and a row layer."""
     group = dist.group.WORLD
-    x = torch.randn(rows, 1, 8, requires_grad=True)
-    hidden = column_parallel_linear(x, torch.nn.Parameter(torch.randn(6, 8)), None, group, backend="slow")
-    row_parallel_linear(hidden, torch.nn.Parameter(torch.randn(8, 6)), group, backend="slow").sum().backward()
-
-
-class Slow(ReferenceBackend):
-    """Takes known times: in the call, and in the wait of what was started asynchronously."""
-
-    name, automatic = "slow", False
-
-    def all_gather_gemm(self, call: OperatorCall) -> Any:
-        time.sleep(DELAY)
-        return super().all_gather_gemm(call)
-
-    def all_gather(self, call: OperatorCall) -> Pending:
-        pending = super().all_gather(call)
-
-        def wait() -> None:
-            time.sleep(2 * DELAY)
-            pending.wait()
-
-        return Pending(pending._tensor, wait)
-
-
-def register() -> None:
-    if "slow" not in ops.backend_names():
-        ops.register_backend(Slow())
-
-
-@on_ranks("world2")
-def test_one_step_in_two_is_timed() -> None:
-    register()
-    sampler = Sampler(2)
-    seen = []
-    before = torch.get_rng_state()
-    for iteration in (1, 2, 3):
-        with sampler.step(iteration):
-            step()
-        torch.set_rng_state(before)
-        seen.append(sampler.result())
-        assert torch.equal(torch.get_rng_state(), before), "measuring drew training's random numbers"
-    assert [values is not None for values in seen] == [False, True, False]
-    values = seen[1]
-    calls = {(row["operator"], row["transposed"], row["n"], row["k"]): row for row in values["flux/calls"]}
-    assert len(calls) == 5, "column and row: forward and dgrad; x again for wgrad"
-    for row in calls.values():
-        assert set(row) == documented.fields("calls").keys()
-        assert (row["calls"], row["m"], row["tp"]) == (1, 8, 2)
-        assert (row["backend"], row["source"], row["dtype"]) == ("slow", "measured", "float32")
-        assert row["gemm_ms"] >= 0 < row["serial_ms"]
-        assert (row["sm_clock_mhz"], row["exposed_ms"], row["withheld"]) == (None, None, NO_OVERLAP)
-    taken = values["flux/operator_time_ms"]
-    assert taken["all_gather_gemm"] >= 2 * DELAY * 1e3  # two calls
-    assert taken["all_gather"] >= 2 * DELAY * 1e3  # one wait
+    x = torch.randn(4, 1, 8, requires_grad=True)
+    hidden = column_parallel_linear(x, torch.nn.Parameter(torch.randn(6, 8)), None, group, backend="reference")
+    row_parallel_linear(hidden, torch.nn.Parameter(torch.randn(8, 6)), group, backend="reference").sum().backward()
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
@@ -341,7 +284,6 @@ def test_calls_on_fp8_operands_are_measured_on_such(in_blocks: bool) -> None:
 
 @on_ranks("world2")
 def test_memory_that_one_rank_lacks_is_said_on_all() -> None:
-    register()
     sampler = Sampler(1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:

@@ -81,30 +81,6 @@ def test_workspaces_of_all_groups_come_back() -> None:
 
 
 @on_ranks("world2")
-def test_slots_in_peers_memory_come_back() -> None:
-    start_anew()
-    group: Any = dist.group.WORLD
-    sizes = "chunked", group, 0, (8,), 16, 16, torch.float32, False
-    try:
-        for _ in range(2):
-            test_ops.use("peers' memory", group)
-            test_ops.calls(*sizes)
-            link = weakref.ref(state_of(group).transports[CPU])
-            size = slab_bytes()
-            assert megatron_flux.release() == size > 0
-            assert slab_bytes() == 0
-            assert link() is None, "something holds the transport"
-        test_ops.calls(*sizes)  # over the one that a CPU has by itself
-        by_host = state_of(group).transports[CPU]
-        assert by_host.kind == "host"
-        megatron_flux.release()
-        assert state_of(group).transports[CPU] is by_host, "it has no memory of a GPU"
-    finally:
-        state_of(group).transports.clear()
-        state_of(group).forget_calls()
-
-
-@on_ranks("world2")
 def test_backward_gathers_what_was_kept() -> None:
     """This holds where one rank's other graph is gone, too; later forwards keep again, with the whole budget."""
     plain, _ = Block("reference", False).results(1)

@@ -5,7 +5,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.distributed.megatron_world import FAMILIES, gpt_model, megatron, step
 from tests.distributed.pool import on_ranks
 from tests.distributed.te_cases import te_megatron
 from tests.distributed.test_gpt import LAYERS, expected_calls
-from tests.distributed.test_tune_ahead import counting
 
 CONFIG = FluxConfig(backend="reference")
 OUTPUT = {"output_layer": "not patched"}
@@ -251,16 +249,3 @@ def test_mlps_of_the_op_fuser_are_left_to_megatron_core() -> None:
         with pytest.raises(FallbackError, match="TEFusedMLP: its own forward runs"):
             megatron_flux.flux_spec(mlp)
         assert megatron_flux.flux_spec(mlp, CONFIG) is mlp
-
-
-@on_ranks("world2")
-def test_calls_are_tuned_ahead(tmp_path: Path) -> None:
-    with megatron(tp=dist.get_world_size()), process(), counting(tmp_path) as tuned:
-        model = flux_model("gpt3", config=FluxConfig())
-        count = megatron_flux.tune_model(model, megatron_world.SEQUENCE, megatron_world.BATCH)
-        before = list(tuned.measured)
-        step(model)
-    assert count == len(before) > 0
-    assert tuned.measured == before
-    output = megatron_world.VOCABULARY // 2, 32  # n and k
-    assert output not in [call[2:4] for call in before], "the output layer was asked for, too"

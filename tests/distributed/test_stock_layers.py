@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FallbackError, FluxConfig, set_backend
+from megatron_flux import FluxConfig, set_backend
 from megatron_flux.layers import prefetch
 from megatron_flux.layers.backward import accumulate
 from megatron_flux.train.shims import gradient_accumulation_fusion
@@ -153,15 +153,3 @@ def test_dy_is_left_for_megatron(limit: int, sequence_parallel: bool) -> None:
     if limit and sequence_parallel:
         calls["all_gather/reference"] = MICRO_BATCHES - limit
     assert seen.calls == calls
-
-
-@on_ranks("world2")
-def test_nowhere_to_add_it() -> None:
-    """Stock's own error, since what is taken away is what Megatron adds to."""
-    with megatron(tp=dist.get_world_size()), flux(STRICT):
-        layer, x = output_layer(0), integers(S, B, IN, seed=3)
-        with torch.no_grad():
-            layer(x)
-        del layer.weight.main_grad
-        with pytest.raises(FallbackError, match="without main_grad"):
-            layer(x)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.test_launcher import begin, fork
-from tests.processes import MARK, end, free_port, left, with_mark
+from tests.distributed.test_launcher import begin
+from tests.processes import MARK, end, free_port, left, until, with_mark
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +44,13 @@ def mark() -> Iterator[str]:
 
 @pytest.fixture
 def start(mark: str) -> Iterator[Start]:
-    """Start the ranks with a launcher: of ``python``, or a forked one of fresh ranks."""
+    """Start the ranks with a launcher of ``python``."""
     started: list[Any] = []
 
-    def begins(how: str, what: str, folder: Path, python: str = "") -> Any:
+    def begins(how: str, what: str, folder: Path, python: str = sys.executable) -> Any:
         words = (*LAUNCHERS[how], *([f"{what} {folder}"] if how == "own" else [what, str(folder)]))
-        marked = {MARK: with_mark(mark)}
-        process = begin(python, *words, **marked) if python else fork(*words, **marked)
-        started.append(process)
-        return process
+        started.append(begin(python, *words, **{MARK: with_mark(mark)}))
+        return started[-1]
 
     yield begins
     end(mark)
@@ -62,11 +61,9 @@ def start(mark: str) -> Iterator[Start]:
 
 def ready(folder: Path, ranks: int = 2) -> list[int]:
     """The processes of the ranks, once all of them listen."""
-    deadline = time.monotonic() + 120
-    while len(found := list(folder.glob("ready-*"))) < ranks or not all(file.read_text() for file in found):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return [int((folder / f"ready-{rank}").read_text()) for rank in range(ranks)]
+    files = [folder / f"ready-{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
 
 
 def test_a_rank_that_dies_after_the_request_ends_the_others(start: Start, mark: str, tmp_path: Path) -> None:
@@ -83,7 +80,7 @@ def test_a_second_signal_ends_the_ranks_at_once(start: Start, mark: str, tmp_pat
     process = start("own", "wait", tmp_path)
     ready(tmp_path)
     process.terminate()
-    process.until("a second one ends them at once", 120)
+    assert any("a second one ends them at once" in line for line in process.stderr)
     process.terminate()
     _, said = process.communicate(timeout=120)
     assert "InterruptedRunError: stopped by SIGTERM" in said
@@ -113,7 +110,7 @@ def test_a_node_is_told_to_end_since_another_has_failed(mark: str, tmp_path: Pat
     for node in range(2):
         more = {"SLURMD_NODENAME": f"n{node}", "MEGATRON_FLUX_FAILURES": str(tmp_path / "failures")}
         of_node = [f"--master-port={port}", f"--node-rank={node}", *ALONE[-2:], "kill", str(tmp_path)]
-        nodes.append(fork(*words, *of_node, **{MARK: with_mark(mark), **more}))
+        nodes.append(begin(sys.executable, *words, *of_node, **{MARK: with_mark(mark), **more}))
     try:
         first, _ = ready(tmp_path)
         assert nodes[1].wait(120) != 0
@@ -132,12 +129,10 @@ def test_a_node_is_told_to_end_since_another_has_failed(mark: str, tmp_path: Pat
 def test_a_node_that_waits_for_others_can_be_ended(tmp_path: Path) -> None:
     """No Python runs while it waits. It leaves no files."""
     words = ["--nnodes=2", "--node-rank=0", "--master-port=0", "none.py"]
-    process = fork("-m", "megatron_flux.run.node", *words, TMPDIR=str(tmp_path))
+    process = begin(sys.executable, "-m", "megatron_flux.run.node", *words, TMPDIR=str(tmp_path))
     try:
-        deadline = time.monotonic() + 60
-        while psutil.CONN_LISTEN not in [c.status for c in psutil.Process(process.pid).net_connections()]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        connections = psutil.Process(process.pid).net_connections
+        until(lambda: psutil.CONN_LISTEN in [connection.status for connection in connections()])
         time.sleep(0.5)
         process.terminate()
         _, said = process.communicate(timeout=SECONDS)

@@ -106,23 +106,6 @@ def test_recipes_change_between_steps(te_world2: WorkerPool) -> None:
     te_world2.run(cases.rank_switches, "column", ("delayed", "tensorwise", None, "blockwise", "delayed", "delayed"))
 
 
-@others
-@on_ranks("te_world2")
-def test_the_weight_is_quantised_once_a_step(kind: str, recipe: str) -> None:
-    case = fp8_case(kind, micro_batches=3)
-
-    def count() -> int:
-        import transformer_engine_torch as tex
-
-        layer = built(case)
-        with mock.patch.object(tex, "quantize", wraps=tex.quantize) as quantize:
-            train(case, layer, (recipe,) * 2)
-        return quantize.call_count
-
-    stock, ours, _ = both(count)
-    assert ours == stock
-
-
 @pytest.mark.parametrize(
     ("kind", "recipe", "by_te"), [*((*how, False) for how in EACH), *((*how, True) for how in OTHERS)]
 )

@@ -1,6 +1,5 @@
 """Whole GPTModels of megatron-core's TransformerEngine layer spec, patched against stock, on its own Python."""
 
-import contextlib
 from typing import Any
 from unittest import mock
 
@@ -14,8 +13,6 @@ from tests.distributed.data import require_close
 from tests.distributed.megatron_world import FAMILIES, Seen, batch, flux, gpt_model, loss_and_gradients
 from tests.distributed.pool import WorkerPool, on_ranks
 from tests.distributed.te_cases import STRICT, model_tolerance, te_megatron
-from tests.distributed.te_fp8_cases import FP8, fp8_megatron, fresh, state_of
-from tests.distributed.te_fp8_cases import needed as needs_fp8
 from tests.distributed.test_gpt import LAYERS, expected_calls
 
 pytestmark = te_stand_in.needed
@@ -102,52 +99,3 @@ def test_mlps_of_the_op_fuser_run_stock_and_are_counted() -> None:
             f"decoder.layers.{i}.mlp.{name}" for i in range(LAYERS) for name in ("linear_fc1", "linear_fc2")
         }
         assert sorted(layers.values()).count("flux") == 2 * LAYERS + 1
-
-
-# In FP8 by Megatron's own configuration
-
-SIZES = {"hidden_size": 64, "ffn_hidden_size": 128, "bf16": True, "params_dtype": torch.bfloat16}
-STEPS = 3
-
-
-def rank_fp8_model(family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of the patched model."""
-    found: list[dict[str, torch.Tensor]] = []
-    with fp8_megatron():
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        for patch in (contextlib.nullcontext(), flux(FP8)):
-            model_parallel_cuda_manual_seed(123)
-            torch.manual_seed(1234)
-            model = gpt_model(family, te=True, **SIZES, **options).bfloat16()  # position embeddings
-            with patch as seen:
-                for step in range(STEPS):
-                    for module in model.modules():
-                        if hasattr(module, "is_first_microbatch"):
-                            module.is_first_microbatch = True
-                    loss, gradients = loss_and_gradients(model, 7 + step)
-            results = {"loss": loss, **gradients}
-            for name, module in model.named_modules():
-                if hasattr(module, "fp8_meta"):
-                    results |= {f"{name} {key}": value for key, value in state_of(module).items() if "scaling" in key}
-            found.append(results)
-            fresh()
-    assert found[0].keys() == found[1].keys()
-    for name, expected in found[0].items():
-        torch.testing.assert_close(found[1][name], expected, rtol=0.02, atol=0.01, msg=lambda m, n=name: f"{n}: {m}")
-    return seen.as_dict()
-
-
-@needs_fp8
-@pytest.mark.parametrize(
-    ("family", "recipe", "more"),
-    [
-        ("gpt3", "delayed", {}),
-        ("llama", "tensorwise", {}),
-        ("llama", "tensorwise", {"num_layers": 3, "first_last_layers_bf16": True}),
-    ],
-)
-def test_fp8(te_world2: WorkerPool, family: str, recipe: str, more: dict[str, Any]) -> None:
-    options = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_amax_history_len": 4, **more}
-    for seen in te_world2.run(rank_fp8_model, family, options):
-        assert (seen["active_layers"], seen["fallbacks"]) == (4 * more.get("num_layers", LAYERS) + 1, {})

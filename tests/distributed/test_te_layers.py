@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_flux import FallbackError
+from megatron_flux import FallbackError, set_backend
 from megatron_flux.patch.megatron_core import inference_classes
+from megatron_flux.patch.reasons import INFERENCE_OPTIMIZED
 from tests.distributed import te_fp8_cases, te_stand_in
 from tests.distributed.data import saved_bytes
 from tests.distributed.megatron_world import flux
@@ -256,6 +257,29 @@ def test_reasons(kind: str, reason: str) -> None:
                 layer(input_of(case, 7))
             assert reason in str(error.value)
         assert (seen.active_layers, seen.calls) == (0, {})
+
+
+@on_ranks("te_world2")
+def test_inference_optimized_layers_run_stock_and_are_counted() -> None:
+    """In training they call their base, which runs flux."""
+    with te_megatron(dist.get_world_size()), pytest.MonkeyPatch.context() as patch:
+        (cls,) = [cls for cls, kind in inference_classes() if kind == "TE row"]
+        base, case = cls.__bases__[0], Case("row")
+        patch.setattr(cls, "forward", lambda layer, x: base.forward(layer, x) if layer.training else "optimized")
+        layer, x = build(case), input_of(case, 7)
+        layer.__class__ = cls
+        layer.eval()
+        with flux(replace(STRICT, strict=False)) as seen:
+            assert layer(x) == "optimized"
+            assert isinstance(layer.train()(x)[0], torch.Tensor)
+        assert seen.fallbacks == {f"TE row: {INFERENCE_OPTIMIZED}": 1}
+        assert seen.calls == {"gemm_reduce_scatter/reference": 1}
+        layer.eval()
+        with flux(STRICT):
+            with pytest.raises(FallbackError, match="inference-optimized"):
+                layer(x)
+            set_backend(layer, "stock")
+            assert layer(x) == "optimized"
 
 
 @on_ranks("te_world2")

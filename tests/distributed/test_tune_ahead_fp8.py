@@ -13,9 +13,7 @@ from megatron_flux import FluxConfig
 from megatron_flux.ops.tuner import keys
 from megatron_flux.train.fp8 import transformer_options
 from tests.distributed.megatron_world import VOCABULARY, flux, gpt_model
-from tests.distributed.norm_output_cases import Adapter, Lora
 from tests.distributed.pool import WorkerPool, on_ranks
-from tests.distributed.te_cases import Sizes
 from tests.distributed.te_fp8_cases import autocast, fp8_megatron, fresh, needed, recipe_of, state_of
 from tests.distributed.test_tune_ahead import GRAPHS, counting
 
@@ -43,11 +41,11 @@ def llama(**options: Any) -> Any:
     return gpt_model("llama", te=True, **SIZES, **options).bfloat16()
 
 
-def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, make: Any, options: dict[str, Any]) -> Any:
+def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, options: dict[str, Any]) -> Any:
     """Return what is measured ahead, in the first step, ahead of the second, and whether scales are as they were."""
     by_chunks = mock.patch.object(keys, "by_chunks", return_value=True) if chunks else nullcontext()
     with fp8_megatron(), counting(folder) as tuned, by_chunks:
-        model = make(**options)
+        model = llama(**options)
         found: list[Any] = []
         with flux(FluxConfig(backend="tuned", fp8=flux_fp8, strict=flux_fp8)):
             for again in range(2):
@@ -66,9 +64,9 @@ def first_step(folder: Path, ahead: bool, flux_fp8: bool, chunks: bool, make: An
 
 
 def require_all_ahead(
-    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, make: Any = llama, **options: Any
+    world: WorkerPool, folder: Path, flux_fp8: bool = True, chunks: bool = False, **options: Any
 ) -> list[tuple[Any, ...]]:
-    how = flux_fp8, chunks, make, options
+    how = flux_fp8, chunks, options
     in_step = world.run(first_step, folder / "a", False, *how)
     done_ahead = world.run(first_step, folder / "b", True, *how)
     for (_, _, wanted, *_), (before, same, during, later, same_later) in zip(in_step, done_ahead, strict=True):
@@ -131,49 +129,3 @@ def test_inside_of_an_autocast(tmp_path: Path) -> None:
         with flux(FluxConfig(backend="tuned", fp8=True)), torch.no_grad(), autocast(recipe_of("blockwise")):
             megatron_flux.tune_model(model, SEQUENCE, BATCH)
         assert formats(tuned.measured) == {"", *BY_RECIPE["blockwise"]}
-
-
-# Fine-tuning: layers that return their norm's output, and adapters
-
-RANK = 16
-
-
-class WithAdapter(torch.nn.Module):
-    """A norm and column-parallel layer in a model, with an adapter that reads the norm's output."""
-
-    def __init__(self, layer: Any, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.layer, size = layer, Sizes(0, 0, layer.weight.shape[1], 2 * layer.weight.shape[0])
-        self.adapter = Adapter(Lora(rank=RANK, sizes=size, sequence_parallel=sequence_parallel))
-        layer.return_layernorm_output = layer.return_layernorm_output_gathered = True
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        (y, norm_output), bias = self.layer(x)
-        return y + self.adapter(norm_output), bias
-
-
-def adapted(sequence_parallel: bool, **options: Any) -> torch.nn.Module:
-    model = llama(sequence_parallel=sequence_parallel, **options)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for block in model.decoder.layers:
-        for owner, name in ((block.self_attention, "linear_qkv"), (block.mlp, "linear_fc1")):
-            setattr(owner, name, WithAdapter(getattr(owner, name), sequence_parallel))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("recipe", "sequence_parallel", "chunks"),
-    [
-        (None, False, False),
-        ("current", True, False),
-        ("blockwise", True, True),
-        ("delayed", False, False),
-    ],
-)
-def test_adapters(te_world2: WorkerPool, tmp_path: Path, recipe: Any, sequence_parallel: bool, chunks: bool) -> None:
-    options = {"sequence_parallel": sequence_parallel} | (transformer_options(recipe) if recipe else {})
-    wanted = require_all_ahead(te_world2, tmp_path, recipe is not None, chunks, adapted, **options)
-    adapters = {call[:4] for call in wanted if RANK in call[2:4]}
-    assert {operator.partition(" ")[0] for operator, *_ in adapters} == (set() if chunks else {"gemm_all_reduce"})
-    assert (("all_gather", SEQUENCE * BATCH, 0, 128) in {call[:4] for call in wanted}) == chunks

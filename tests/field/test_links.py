@@ -1,4 +1,4 @@
-"""Symmetric memory: no multicast, and signal pads that other libraries use, too."""
+"""Symmetric memory: no multicast, and what is said where ranks cannot share any."""
 
 import os
 import sys
@@ -13,32 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux import OperatorError
-from megatron_flux.comm import group_state, shared_memory
-from megatron_flux.ops.call import OperatorCall
+from megatron_flux.comm import shared_memory
 from megatron_flux.run import rank
-from tests.distributed.data import integers
-from tests.distributed.pool import WorkerPool, on_ranks
-
-# Multicast and signal pads: GPUs' way to symmetric memory, over memory that CPUs share
-
-
-class Shared:
-    """``torch.distributed._symmetric_memory`` of GPUs without NVLink multicast. Its handles have what flux may use."""
-
-    pads: tuple[torch.Tensor, ...] = ()
-
-    @staticmethod
-    def empty(nbytes: int, **_: Any) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def rendezvous(self, whole: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
-        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-        memory = shared_memory.host_tensors(group, whole.numel() + 2048)
-        pad = memory[group.rank()][whole.numel() :]
-        pad.fill_(0xA5)  # as another library left it in the middle of a barrier of its own
-        self.pads += (pad,)
-        dist.barrier(group=group)
-        return SimpleNamespace(multicast_ptr=0, get_buffer=lambda r, shape, dtype: memory[r][: shape[0]])
+from tests.distributed.pool import WorkerPool
 
 
 @contextmanager
@@ -54,44 +31,13 @@ def symmetric_memory(made: Any) -> Iterator[None]:
         yield
 
 
-@on_ranks("world4")
-def test_two_groups_and_another_librarys_signal_pad() -> None:
-    """pytorch/pytorch#192581: a signal of one group ends another's wait; flux has flags of its own in every slab."""
-    from tests.distributed.twins import PLANS, twin
-
-    me, shared = dist.get_rank(), Shared()
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    mine = [group for group in pairs if me in dist.get_process_group_ranks(group)]
-    backend = twin()
-    backend.config = PLANS["halves of tiles"]
-    with symmetric_memory(shared), mock.patch.object(shared_memory, "allocate", shared_memory.symmetric):
-        for seed in range(2):
-            x = integers(16, 32, seed=10 * seed + me, dtype=torch.float16)
-            pending = OperatorCall("all_gather", x, None, mine[0]).run(backend)
-            w = integers(16, 32, seed=3, high=1, dtype=torch.float16)
-            y, full = OperatorCall("all_gather_gemm", x, w, mine[1]).run(backend)
-            other = dist.get_process_group_ranks(mine[1])
-            want = torch.cat([integers(16, 32, seed=10 * seed + r, dtype=torch.float16) for r in other])
-            assert torch.equal(full, want)
-            assert torch.equal(y.float(), want.float() @ w.float().t())
-            first = dist.get_process_group_ranks(mine[0])
-            want = torch.cat([integers(16, 32, seed=10 * seed + r, dtype=torch.float16) for r in first])
-            assert torch.equal(pending.wait(), want)
-        assert all((pad == 0xA5).all() for pad in shared.pads)
-        dist.barrier()
-    for group in mine:
-        dist.destroy_process_group(group)
-    group_state.drop_slabs()
-    assert len(shared.pads) == 2
-
-
 def what_is_said(multicast: int, error: Exception | None) -> str:
     def rendezvous(whole: torch.Tensor, group: Any) -> SimpleNamespace:
         if error is not None:
             raise error
         return SimpleNamespace(multicast_ptr=multicast)
 
-    made = SimpleNamespace(empty=Shared.empty, rendezvous=rendezvous)
+    made = SimpleNamespace(empty=lambda nbytes, **_: torch.empty(nbytes, dtype=torch.uint8), rendezvous=rendezvous)
     with symmetric_memory(made), pytest.raises(OperatorError) as caught:
         shared_memory.symmetric(dist.group.WORLD, 4 << 20, torch.device("cpu"))
     assert "\n" not in str(caught.value)

@@ -85,13 +85,3 @@ def test_saved_patched_resumes_stock_and_back(tmp_path: Path, layers: tuple[str,
         out = tmp_path / side
         run("train", *common, "--steps", "8", mode, "--out", out, "--load", tmp_path / "checkpoints")
         assert relative(losses(tmp_path / "whole" / "baseline")[4:], losses(out / side)) < CLOSE
-
-
-@LAYERS
-def test_recompute_and_dropout_draw_the_same_numbers(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    out = tmp_path / "run"
-    more = ("--recompute", "full", "--set", "dropout=0.1", *SMALL, *layers)
-    run("compare", "--nproc", "2", "--steps", "6", *more, "--out", out)
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["flux_fallbacks"] == {}
-    assert summary["max_relative_loss_difference"] < CLOSE

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import free_port
 
 HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
@@ -145,10 +146,8 @@ def victim(backend: str, calls: int, rows: int, k: int) -> str:
 
 def start(script: str, **variables: str) -> list[subprocess.Popen[str]]:
     """Two ranks of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    base = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    base = {**environment(), **address, **variables}
     return [
         subprocess.Popen(
             [sys.executable, "-c", script],

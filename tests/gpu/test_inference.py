@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron_flux import FluxConfig
 from megatron_flux.comm import group_state
 from tests.distributed.megatron_world import flux, gpt_model, megatron, no_random_numbers
-from tests.distributed.paged_attention import varlen, with_kvcache
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_dynamic_engine import generated, spread_logits
 from tests.distributed.test_keep_gathered import Pair, check_workspaces
+from tests.gpu.dynamic_engine import generated, spread_logits
+from tests.gpu.paged_attention import varlen, with_kvcache
 from tests.gpu.test_fused import TUNES, run_checks
 
 pytestmark = pytest.mark.gpus(2)

@@ -65,24 +65,6 @@ def test_a_good_node_passes_and_its_ranks_reduce(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.problems"))
 
 
-NO_FAST_WAY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def test_nccl_on_tcp_is_below_the_floors(tmp_path: Path) -> None:
-    """Each GPU is a node: the first time NCCL may take its way, the second time it is left with sockets."""
-    nodes = min(torch.cuda.device_count(), 3)  # an odd number leaves one without a partner
-    ended = run_ranks(tmp_path / "free", Floors(network_gbps=0.1), nodes, "cuda")
-    assert ended[0][0] == 0, ended
-    free = json.loads((tmp_path / "free" / "together.json").read_text())["between"]
-    assert len(free) == nodes - 1
-    ended = run_ranks(tmp_path / "tcp", Floors(network_gbps=40), nodes, "cuda", **NO_FAST_WAY)
-    assert ended[0][0] != 0
-    slow = json.loads((tmp_path / "tcp" / "together.json").read_text())["between"]
-    assert max(slow.values()) < 40
-    problems = (tmp_path / "tcp" / "together.problems").read_text()
-    assert "the profile's floor is 40; NCCL may have fallen back to TCP" in problems
-
-
 def test_peers_memory_and_host_memory_are_measured(tmp_path: Path) -> None:
     """Whatever connects the GPUs: peers' memory is used as over PCIe, by copy engine."""
     ended = run_ranks(tmp_path / "x", Floors(), 1, "cuda", ranks=2, link=LINKS)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.config import FluxConfig
-from tests.distributed.megatron_world import flux, megatron, on_gpu
+from tests.distributed.megatron_world import flux, megatron
 from tests.distributed.pool import WorkerPool
 from tests.gpu.conftest import NEEDS_TE
 
@@ -56,7 +56,6 @@ def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) 
     from megatron_flux.train.config import resolve
     from megatron_flux.train.options import TrainOptions
 
-    sizes = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_attention_heads": 8, "seq_length": 512}
     options = TrainOptions(
         transformer_impl=spec,
         cuda_graph_impl=graphs,
@@ -64,13 +63,15 @@ def run_config(spec: str, graphs: str, backend: str = "fused", fp8: Any = None) 
         num_layers=LAYERS,
         micro_batch_size=2,
         global_batch_size=2 * MICRO_BATCHES,
-        backend=backend if on_gpu() else "reference",
+        backend=backend,
         gradient_accumulation_fusion=True,
         lr=1e-4,  # at five times that, last bits that differ grow to 2 % of the loss in FP8
-        **(sizes if on_gpu() else {"seq_length": 32}),
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=8,
+        seq_length=512,
     )
-    device = "cuda" if on_gpu() else "cpu"
-    return resolve(options, world_size=dist.get_world_size(), device=device, out=Path("unused"))
+    return resolve(options, world_size=dist.get_world_size(), device="cuda", out=Path("unused"))
 
 
 def calls() -> Counter[str]:
@@ -93,7 +94,7 @@ class Captured:
         run = operators._run
 
         def counted(call: Any, backend: str) -> Any:
-            if on_gpu() and torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_current_stream_capturing():
                 self.calls[call.operator] += 1
             return run(call, backend)
 
@@ -124,7 +125,7 @@ def rank_train(
         config = run_config(spec, graphs, backend, fp8)
         captured = Captured(monkeypatch)
         link = "host" if backend == "chunked" else None
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
         flux_config = FluxConfig(backend=config.backend, link=link, strict=True, fp8=fp8 is not None)
         with flux(flux_config) if patched else nullcontext() as seen:
             trainer = Trainer(config, Counting(config.shape.seq_length), device)

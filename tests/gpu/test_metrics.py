@@ -91,10 +91,3 @@ def check_trace(folder: Path, side: str) -> None:
         named = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("flux::all_gather_gemm")]
         # On the host's timeline and, through the profiler, on the GPU's.
         assert {e["cat"] for e in named} == ({"user_annotation", "gpu_user_annotation"} if side == "flux" else set())
-
-
-def test_names_for_nsys(tmp_path: Path) -> None:
-    words = ["--nproc", "2", "--steps", "4", "--set=nvtx=true", "--profile-steps", "3-4"]
-    run("train", *words, *SMALL, "--out", tmp_path / "run")
-    assert not (tmp_path / "run" / "flux" / "trace").exists()
-    assert len(read_records(tmp_path / "run" / "flux" / "metrics.jsonl")) == 4

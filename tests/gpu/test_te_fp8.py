@@ -2,14 +2,13 @@
 tests/distributed/test_te_fp8.py with TransformerEngine's own kernels, and flux's fused ones.
 
 Covered there and here, by recipe: operands to the bit; forward, dx and all gradients; amaxes, scales and the cached
-weight after several steps; primary weights in FP8; recipes that change; recompute; no_grad; two layers with the gather
-ahead; checkpoints; peak memory. Only here: sums of tensor cores.
+weight after several steps; primary weights in FP8; two layers with the gather ahead. Only here: peak memory, and sums
+of tensor cores. Only there: recipes that change, recompute, checkpoints.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,9 +24,6 @@ from tests.gpu.common import peak_memory
 from tests.gpu.conftest import NEEDS_TE
 
 pytestmark = [pytest.mark.gpus(2), NEEDS_TE]
-
-EACH = [("norm column", "delayed"), ("column", "tensorwise"), ("row", "blockwise"), ("norm column", "blockwise")]
-"""Every kind and every recipe; all pairs run in test_patched_equals_stock."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,25 +77,6 @@ def test_without_sequence_parallelism(nccl2: WorkerPool, kind: str, recipe: str)
 def test_norms(nccl2: WorkerPool, norm: str, recipe: str) -> None:
     case = fp8_case("norm column", sizes=GPU_SIZES, options=NORMS[norm])
     nccl2.run(cases.rank_fp8_case, case, recipe, 2, False)
-
-
-@pytest.mark.parametrize("by_te", [False, True], ids=["megatron", "TransformerEngine"])
-@pytest.mark.parametrize(("kind", "recipe"), EACH)
-def test_recompute(nccl2: WorkerPool, kind: str, recipe: str, by_te: bool) -> None:
-    nccl2.run(cases.rank_fp8_recompute, kind, recipe, by_te)
-
-
-@pytest.mark.parametrize("check", [cases.rank_fp8_no_grad, cases.rank_fp8_state], ids=["no_grad", "checkpoints"])
-@pytest.mark.parametrize(("kind", "recipe"), EACH)
-def test_inference_and_checkpoints(
-    nccl2: WorkerPool, kind: str, recipe: str, check: Callable[[str, str], None]
-) -> None:
-    nccl2.run(check, kind, recipe)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_recipes_change_between_steps(nccl2: WorkerPool, kind: str) -> None:
-    nccl2.run(cases.rank_switches, kind, ("delayed", "tensorwise", None, "delayed", "delayed"))
 
 
 @pytest.mark.parametrize(("ahead", "backend"), [(True, "fused"), (False, "fused"), (True, "reference")])

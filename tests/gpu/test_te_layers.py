@@ -1,9 +1,8 @@
 """megatron-core's layers over TransformerEngine on GPUs, patched against stock: the ranks' checks of tests/distributed.
 
 Covered there and here: forward, dx, the gradients of weight, bias and norm, main_grad over two micro-batches, norms to
-the bit, recompute, state dicts, whole models of both families (gated and not), DDP,
-norm outputs that adapters read.
-Only here: peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
+the bit, whole models of both families (gated and not), DDP, norm outputs that adapters read. Only there: state dicts,
+and what is saved for backward. Only here: peak memory. Of fp32, TransformerEngine's GEMMs take TF32 and torch's do not.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from tests.distributed.te_cases import (
     build,
     input_of,
     rank_case,
-    rank_recompute,
     rank_small_bias,
     te_megatron,
 )
-from tests.distributed.test_offloading import rank_offloading, rank_te_offloading
+from tests.distributed.test_offloading import rank_offloading
 from tests.gpu.common import peak_memory
 from tests.gpu.conftest import NEEDS_TE
 
@@ -84,14 +82,6 @@ def test_a_bias_below_the_last_bit(nccl2: WorkerPool, kind: str, options: dict[s
     nccl2.run(rank_small_bias, kind, options)
 
 
-@pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize(
-    ("cached", "overwrite", "kept"), [(True, False, False), (False, False, True), (False, True, False)]
-)
-def test_what_was_in_main_grad(nccl2: WorkerPool, kind: str, cached: bool, overwrite: bool, kept: bool) -> None:
-    layers.test_what_was_in_main_grad.on(nccl2, kind=kind, cached=cached, overwrite=overwrite, kept=kept)
-
-
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 @pytest.mark.parametrize(
     ("kind", "number"),
@@ -112,22 +102,6 @@ def test_delayed_wgrad(nccl2: WorkerPool, kind: str, number: int, backend: str) 
 def test_offloaded_activations(nccl2: WorkerPool, sequence_parallel: bool, backend: str) -> None:
     """In Megatron's scripts TransformerEngine must be told of its older offloading: ``v1``."""
     nccl2.run(rank_offloading, True, sequence_parallel, True, backend)
-    nccl2.run(rank_te_offloading, True, sequence_parallel, backend)
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-def test_recompute(nccl2: WorkerPool, kind: str) -> None:
-    for calls in nccl2.run(rank_recompute, kind):
-        assert sum(calls.values()) == 6
-
-
-OF_KINDS = [layers.test_state_dicts_load_both_ways, layers.test_no_more_is_saved_for_backward]
-
-
-@pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize("test", OF_KINDS, ids=lambda test: test.__name__)
-def test_as_on_cpus(nccl2: WorkerPool, test: Any, kind: str) -> None:
-    test.on(nccl2, kind=kind)
 
 
 def test_data_parallel_with_main_grad(nccl2: WorkerPool) -> None:

@@ -49,7 +49,6 @@ def _add_kitchen_quantization_arguments(parser):
     parser.add_argument('--seq-length', type=int, default=8)
     parser.add_argument('--micro-batch-size', type=int, default=2)
     parser.add_argument('--skip-train', action='store_true')
-    parser.add_argument('--share-weight', action='store_true')
     parser.add_argument('--log-interval', type=int, default=1)
     parser.add_argument('--tensorboard-log-interval', type=int, default=1)
     parser.add_argument('--yaml-cfg')
@@ -238,13 +237,9 @@ class Model(torch.nn.Module):
         kinds = dict(config=config, init_method=torch.nn.init.xavier_normal_, bias=False, skip_bias_add=False)
         self.fc1 = ColumnParallelLinear(16, 32, **kinds)
         self.fc2 = RowParallelLinear(32, 16, input_is_parallel=True, **kinds)
-        # Without a weight of its own, like an output layer that shares the embedding's.
-        shares = getattr(args, 'share_weight', False)
-        self.output = ColumnParallelLinear(16, 32, skip_weight_param_allocation=True, **kinds) if shares else None
 
     def forward(self, x):
-        y = self.fc2(torch.tanh(self.fc1(x)[0]))[0]
-        return y if self.output is None else self.output(y, weight=self.fc1.weight)[0]
+        return self.fc2(torch.tanh(self.fc1(x)[0]))[0]
 
 
 def model_provider(args):

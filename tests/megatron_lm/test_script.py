@@ -66,17 +66,6 @@ def test_run(run_forked: Run, stock: Result) -> None:
     assert result.flux("wait_timeouts") == [0]
 
 
-def test_run_without_the_argument_is_stock(run_forked: Run, stock: Result) -> None:
-    result = run_forked(*RUN, SCRIPT, *LAYOUT, processes=2)
-    assert result.code == 0, result.err
-    assert result.losses == stock.losses
-    assert "> megatron-flux" not in result.out
-    assert result.flux("active_layers") == []
-    arguments = json.loads(next(line for line in result.out.splitlines() if line.startswith("arguments"))[10:])
-    assert arguments["flux"] is False
-    assert arguments["flux_backend"] == "auto"
-
-
 def test_variable(run: Run, stock: Result, installed: Path, warm_python: str, tmp_path: Path) -> None:
     """Rank 0 is a fresh Python. The other's would take as long to import everything, for the same."""
     choice = f'[ "$RANK" != 0 ] || exec {shlex.quote(sys.executable)} "$@"\nexec {shlex.quote(warm_python)} "$@"\n'
@@ -100,19 +89,3 @@ def test_yaml(run_forked: Run, stock: Result, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     words = (*RUN, SCRIPT, "--yaml-cfg", str(tmp_path / "config.yaml"), "--flux")
     require_flux(run_forked(*words, processes=2), stock)
-
-
-def test_on_cpus_with_a_shared_weight(run_forked: Run) -> None:
-    """Megatron-LM's default ties the output layer to the embedding; the tool answers for CUDA, and nothing is on it.
-
-    Metrics go to both writers at Megatron's interval.
-    """
-    tool = str(ROOT / "scripts" / "megatron_lm_on_cpu.py")
-    words = (SCRIPT, *LAYOUT, "--share-weight", "--tensorboard-log-interval=2")
-    stock = run_forked(tool, *words, processes=2)
-    assert stock.code == 0, stock.err
-    result = run_forked(tool, *RUN, *words, "--flux", processes=2)
-    assert result.code == 0, result.err
-    assert result.losses == stock.losses
-    assert [(row[0], row[2]) for row in result.rows("tensorboard") if row[1] == "flux/active_layers"] == [(2, 3)]
-    assert [iteration for iteration, row in result.rows("wandb") if "flux/active_layers" in row] == [2]

@@ -2,27 +2,15 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_flux.slurm import queue
-from tests.executable import executable
 from tests.megatron_lm.stand_in import write_tree
 from tests.slurm.cluster import Cluster
 
 FOLDER = Path(__file__).parents[2] / "examples"
-
-
-def test_megatron_lm_starts_one_rank_per_gpu_with_flux_on(tmp_path: Path) -> None:
-    executable(tmp_path / "torchrun", '#!/bin/sh\necho "$MEGATRON_FLUX $*"\n')
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUS": "4"}
-    done = subprocess.run(
-        [FOLDER / "megatron_lm.sh", "/tree"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("1 --nproc-per-node 4 /tree/pretrain_gpt.py --num-layers 4 ")
-    assert " --tensor-model-parallel-size 4 --sequence-parallel " in done.stdout
 
 
 def test_your_own_job_runs_flux(

@@ -6,10 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_flux.slurm import queue
-from megatron_flux.slurm.profile import Profile
 from tests.executable import executable
 from tests.slurm.cluster import GPUS, NODES, Cluster
 from tests.slurm.conftest import SUBMITS_ELSEWHERE, Slurm
@@ -130,35 +128,3 @@ def test_bad_nodes_are_left_out_if_they_are_few(
     at_the_cluster.wait(lambda: at_the_cluster.job(job).get("ExcNodeList") == "n01", "the requeue")
     assert at_the_cluster.job(job)["Restarts"] == "1"
     assert slurm("status", root).count("retried without n01") == 1
-
-
-@pytest.mark.parametrize(
-    ("preflight", "changes", "said"),
-    [
-        ("0", {"srun_options": ["--nonsense"]}, "train on any node: srun: unrecognized option '--nonsense'"),
-        ("1", {"container": {"runtime": "apptainer", "image": "own.sif"}}, "all 2 nodes: .* apptainer: not found"),
-    ],
-)
-def test_what_keeps_srun_from_starting_is_said(
-    preflight: str, changes: dict, said: str, at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEGATRON_FLUX_PREFLIGHT", preflight)
-    if "container" in changes:
-        Path("own.sif").touch()
-        changes = {"container": changes["container"] | {"image": str(Path("own.sif").absolute())}}
-    Path("own.yaml").write_text(yaml.safe_dump(yaml.safe_load(Profile.packaged()["local"].read_text()) | changes))
-    job = re.search(r"job (\d+)", slurm("submit", "--profile", "own.yaml", "--job", "tiny", "--mode", "flux"))[1]
-    found = at_the_cluster.wait_for_job(job, ("FAILED",))
-    last = Path(found["StdOut"]).read_text().splitlines()[-1]
-    assert re.search(f"^megatron-flux: error: .*{said}", last), last
-    assert "--exclude" not in last, "no node is to blame"
-
-
-def test_dry_run_submits_nothing(at_the_cluster: Cluster, slurm: Slurm, tmp_path: Path) -> None:
-    before = at_the_cluster.jobs()
-    said = slurm("submit", "--profile", "pcie-a100", "--mode", "flux", "--dry-run", "--partition", "gpus")
-    assert said.count("#!/usr/bin/env bash") == 1
-    assert "#SBATCH --partition=gpus" in said
-    assert said.endswith(" job.sbatch\n")
-    assert at_the_cluster.jobs() == before
-    assert not (tmp_path / "runs").exists()

@@ -1,20 +1,16 @@
 """Scripts as they are written: equal to the committed ones, clean, and only of input that was checked."""
 
-import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_flux.errors import UserError
 from megatron_flux.slurm import job, queue, render
 from megatron_flux.slurm.job import Job
-from megatron_flux.slurm.profile import Profile, seconds
-from megatron_flux.slurm.submit import save_on_signal
+from megatron_flux.slurm.profile import Profile
 from tests.slurm import golden
 
 SCRIPTS = sorted(golden.FOLDER.glob("**/*.sbatch"))
@@ -94,18 +90,6 @@ def test_stock_and_flux_run_on_the_same_link(
     assert ("tune=(" in text) is (cluster == "nvlink-h100")
 
 
-def test_fp8_is_checked_against_the_profiles_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: "transformer_engine" in name or there(name, *of))
-    asked = {"fp8": "blockwise", "transformer_impl": "transformer_engine"}
-    text = rendered("nvlink-h100", name="llama2-70b", **asked)
-    assert text.count("--fp8=blockwise") >= 2
-    (tune,) = [line for line in text.splitlines() if line.startswith("tune=(")]
-    assert "--fp8=blockwise" in tune
-    with pytest.raises(UserError, match=r"--fp8 blockwise needs compute capability 9.0, the A100 .* pcie-a100 has 8.0"):
-        job.resolve(Job.load("llama2-70b"), Profile.load("pcie-a100"), "compare", asked)
-
-
 @pytest.mark.parametrize(
     ("cluster", "site", "layout", "said"),
     [
@@ -118,11 +102,6 @@ def test_links_and_wires_that_cannot_be_are_refused(cluster: str, site: dict, la
     with pytest.raises(UserError, match=said) as error:
         job.resolve(Job.load("tiny", layout), Profile.load(cluster, site), "flux")
     assert "\n" not in str(error.value)
-
-
-def test_a_job_saves_and_so_does_not_compare_with_fsdp() -> None:
-    with pytest.raises(UserError, match="fsdp is not compared in a job, which saves checkpoints; leave it out"):
-        job.resolve(Job.load("tiny"), Profile.load("nvlink-h100"), "compare", {"fsdp": True, "micro_batch_size": 8})
 
 
 def test_memory_is_checked_for_both_variants() -> None:
@@ -138,30 +117,6 @@ def test_memory_is_checked_for_both_variants() -> None:
         job.resolve(Job.load("gpt3-175b"), small, "compare")
     job.resolve(Job.load("gpt3-175b"), small, "flux")
     job.resolve(Job.load("gpt3-175b", {"nodes": 32}), small, "flux")
-
-
-def test_submitting_says_what_a_save_on_the_signal_needs() -> None:
-    """GPT-3 175B: bf16 weights and three fp32 copies, 14 bytes a parameter, of baseline and flux."""
-    resolved = job.resolve(Job.load("gpt3-175b"), Profile.load("nvlink-h100"), "compare")
-    said = re.fullmatch(r"saves ([\d,.]+) GB on the signal, 300 s .* needs ([\d,.]+) GB/s .*", save_on_signal(resolved))
-    size, rate = (float(number.replace(",", "")) for number in said.groups())
-    assert size == pytest.approx(2 * 14 * 175, rel=0.02)
-    assert rate == pytest.approx(size / 300, rel=0.01)
-
-
-def test_your_own_files_by_path(tmp_path: Path) -> None:
-    own = yaml.safe_load(Profile.packaged()["nvlink-h100"].read_text())
-    file = tmp_path / "ours.yaml"
-    file.write_text(yaml.safe_dump({**own, "name": "ours", "partition": "gpu", "training": {"seq_length": 1024}}))
-    text = rendered(Profile.load(str(file)))
-    assert "#SBATCH --partition=gpu\n" in text
-    assert "--seq-length=1024" in text
-    assert "--seq-length=512 " in rendered(Profile.load(str(file)), seq_length="512")
-
-
-def test_durations_are_read_as_slurm_reads_them() -> None:
-    limits = {"90": 5400, "1:00:01": 3601, "2-3": 51 * 3600, "2-03:04": 51 * 3600 + 240, "1-00:00:05": 86405, "0": None}
-    assert {given: seconds(given) for given in limits} == limits
 
 
 @pytest.mark.parametrize(

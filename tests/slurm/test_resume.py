@@ -74,31 +74,6 @@ def log_of(cluster: Cluster, job: str) -> str:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_failed_rank_is_retried_without_its_node(at_the_cluster: Cluster, slurm: Slurm) -> None:
-    """The second of two repetitions fails: by the number of an array's last task, Slurm means the whole array."""
-    Path("fails").write_text(f"once 1 {KILLED}\n")
-    Path("saves").touch()
-    job, root = submit(slurm, "compare", "--set", "repetitions=2")
-    task = f"{job}_1"
-    at_the_cluster.wait(lambda: at_the_cluster.job(task).get("Restarts") == "1", "the retry")
-    bad = left_out(at_the_cluster, task)
-    assert at_the_cluster.job(f"{job}_0")["Restarts"] == "0"
-    assert f"retry 1 of at most 1, without {bad}: rank 1 on {bad} {KILLED}" in log_of(at_the_cluster, task)
-    at_the_cluster.release(task)
-    at_the_cluster.wait_for_job(task)
-    assert bad not in at_the_cluster.hosts(task)
-    assert len(Path("loaded-1").read_text().split()) == 2, "both ranks of the retry began from the checkpoint"
-    shown = slurm("status", root)
-    assert (
-        f"rep-1: ended: all steps done, step baseline 5/5, flux 5/5, 2 start(s), COMPLETED\n    retried without {bad}"
-        in shown
-    )
-    assert "cause" not in shown
-    refused = slurm("resume", root, code=2)
-    assert f"{root} has completed, all of its 2 repetition(s) are finished" in refused
-
-
-@pytest.mark.usefixtures("stand_in")
 def test_a_failure_that_no_node_causes_is_not_retried_again(
     at_the_cluster: Cluster, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,23 +181,3 @@ def test_what_repetitions_have_found(root: Path, monkeypatch: pytest.MonkeyPatch
     assert f"largest relative loss difference 0; see {root}/rep-0/run/report.html" in shown
     assert "flux 10x" not in shown, "half a run has found nothing"
     assert shown.endswith("speed-up of the 3 finished repetitions: median 1.250 (1.000…2.000)")
-
-
-def test_only_the_newest_records_of_a_long_run_are_read(root: Path) -> None:
-    run = recorded(root, 3, 0.2, None)
-    line = (run / "flux" / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
-    many = [line.replace(b'"iteration": 12', b'"iteration": %d' % n) for n in range(13, 1013)]
-    (run / "flux" / "metrics.jsonl").write_bytes(b"".join([b"damage\n", *many, b'{"iteration": 9999, "lm lo']))
-    (found,) = status.repetitions(root)
-    assert (found.index, found.files.settings["steps"], found.state, found.starts) == ("3", 12, "not ended", 1)
-    records = found.files.records["flux"]
-    assert found.files.last == {"baseline": 12, "flux": 1012}
-    assert 100 < len(records) < 1000
-    assert [one["iteration"] for one in records] == list(range(1013 - len(records), 1013))
-
-
-def test_without_slurm_it_is_said(monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str], tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    said = cli("slurm", "submit", "--profile", "local", "--job", "tiny", code=2)
-    assert said.startswith("sbatch is not on this machine")

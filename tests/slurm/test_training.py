@@ -24,7 +24,6 @@ from megatron_flux.metrics.recorder import read_records
 from megatron_flux.slurm import submit as submission
 from megatron_flux.slurm.profile import Profile
 from megatron_flux.slurm.status import describe
-from tests.executable import executable
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import user_of
 
@@ -35,7 +34,6 @@ STEPS = 28
 SETTINGS = ["num_layers=1", "dropout=0.1", "micro_batch_size=1", "global_batch_size=1", "seq_length=64"]
 SETTINGS += ["log_interval=10", "data=text"]
 AT_A_TIME = 4
-NO_PREFLIGHT = {"environment": {"MEGATRON_FLUX_PREFLIGHT": "0"}}
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,15 @@ class Job:
     root: Path
 
     @classmethod
-    def submitted(cls, cluster: Cluster, where: range, site: dict[str, Any] | None = None, **options: Any) -> Job:
-        """To the nodes ``where``, of the profile ``local`` with what ``site`` has instead."""
-        if "profile" not in options:
-            local = yaml.safe_load(Profile.packaged()["local"].read_text())
-            changed = {**local, **(site or {})}
-            changed["environment"] = local["environment"] | (site or {}).get("environment", {})
-            file = Path(f"site-{where[0]}.yaml").absolute()
-            file.write_text(yaml.safe_dump(changed))
-            options |= {"profile": str(file)}
-        words = [*SETTINGS, *options.pop("settings")] if "settings" in options else []
+    def submitted(cls, cluster: Cluster, where: range, mode: str, settings: list[str], **environment: str) -> Job:
+        """To the nodes ``where``, of the profile ``local`` with this environment besides."""
+        local = yaml.safe_load(Profile.packaged()["local"].read_text())
+        changed = {**local, "environment": local["environment"] | environment}
+        file = Path(f"site-{where[0]}.yaml").absolute()
+        file.write_text(yaml.safe_dump(changed))
         others = [name for i, name in enumerate(cluster.nodes) if i not in where]
-        _, text = script(JobOptions(**{"job": "tiny", **options}, set=words, exclude=",".join(others)))
+        words = {"set": [*SETTINGS, *settings], "exclude": ",".join(others)}
+        _, text = script(JobOptions(job="tiny", profile=str(file), mode=mode, **words))
         return cls(cluster, *submission.submit(text, Path("runs").absolute()))
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
@@ -110,7 +105,7 @@ class Job:
 def compare(cluster: Cluster) -> Job:
     """Saves each variant again and again: nothing of a save may be in the way of the next."""
     settings = [f"steps={STEPS}", "block_steps=2", "save_interval=4", "save_keep=1"]
-    job = Job.submitted(cluster, range(2), mode="compare", settings=settings)
+    job = Job.submitted(cluster, range(2), "compare", settings)
     job.until(job.tracker("flux").exists, "saves of both variants")
     cluster.client("scancel", "--batch", "--signal=USR1", job.number)
     job.until_restarted(1)
@@ -129,7 +124,7 @@ def compare(cluster: Cluster) -> Job:
 def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[float]]:
     """And the losses of the steps before anything happened."""
     settings = ["steps=1000000", "save_interval=8", "save_keep=2"]
-    job = Job.submitted(cluster, range(7, 10), NO_PREFLIGHT, mode="baseline", settings=settings)
+    job = Job.submitted(cluster, range(7, 10), "baseline", settings, MEGATRON_FLUX_PREFLIGHT="0")
     job.until(lambda: job.recorded("baseline") >= STEPS, "the steps to compare with")
     bad = job.hosts()[1]
     os.kill(job.rank_process(1).pid, signal.SIGKILL)
@@ -168,30 +163,7 @@ def kill_a_rank_then_cancel_and_resume(cluster: Cluster) -> tuple[Job, list[floa
     return job, first[:STEPS]
 
 
-def try_nodes_without_gpus(cluster: Cluster) -> Job:
-    """This machine has none, so every node is bad for a profile with eight."""
-    job = Job.submitted(cluster, range(12, 14), profile="nvlink-h100", job="try", time="15")
-    job.ended("FAILED")
-    return job
-
-
-def stop_without_requeues(cluster: Cluster) -> Job:
-    """Asked to stop before it trains."""
-    slow = executable(Path("slow").absolute(), "#!/usr/bin/env bash\nsleep 60\n")
-    site = {"max_requeues": 0, "setup": [f"MEGATRON_FLUX_PYTHON={slow}"]}
-    job = Job.submitted(cluster, range(14, 16), site, mode="flux")
-    job.until(lambda: "pre-flight" in "\n".join(job.log()), "the pre-flight")
-    cluster.client("scancel", "--batch", "--signal=USR1", job.number)
-    job.ended("FAILED")
-    return job
-
-
-STORIES: list[Callable[[Cluster], Any]] = [
-    kill_a_rank_then_cancel_and_resume,
-    compare,
-    try_nodes_without_gpus,
-    stop_without_requeues,
-]
+STORIES: list[Callable[[Cluster], Any]] = [kill_a_rank_then_cancel_and_resume, compare]
 
 
 @pytest.fixture(scope="module")
@@ -247,17 +219,3 @@ def test_a_comparison_is_stopped_requeued_and_resumed(stories: Stories, uninterr
     summary = json.loads((root / "rep-0" / "run" / "summary.json").read_text())
     assert summary["flux_active_layers"] == 5
     assert "plotly" in (root / "rep-0" / "run" / "report.html").read_text()
-
-
-def test_requeues_are_bounded(stories: Stories) -> None:
-    """With none allowed: the job fails and says so."""
-    job = stories[stop_without_requeues].result()
-    last = job.log()[-1]
-    assert all(part in last for part in ("error: ", "not requeued", "been 0 time(s)", "0 is the limit"))
-
-
-def test_a_job_on_nodes_without_gpus_ends_before_it_trains(stories: Stories) -> None:
-    job = stories[try_nodes_without_gpus].result()
-    assert "all 2 nodes: 0 GPU(s), the profile says 8" in job.log()
-    assert not any("training" in line for line in job.log())
-    assert "cause: pre-flight stopped the job: all 2 nodes: " in job.status()

@@ -1,6 +1,5 @@
 """Bad input to train and compare: one line, exit code 2, and nothing started or written."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,10 +68,3 @@ def test_pairs_that_do_not_fit(refused: Refused, tmp_path: Path, corpus: Path) -
     with open(f"{_pair(cut, [5] * 500)}.bin", "r+b") as file:
         file.truncate(100)
     assert "has 100 bytes" in refused("train", "--data", cut, data=False)
-
-
-def test_wandb_that_is_missing_and_a_bad_value(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "--wandb auto needs wandb, which is not installed: pip install wandb" in refused("train", "--wandb=auto")
-    monkeypatch.setenv("MEGATRON_FLUX_TUNE", "long")
-    assert "MEGATRON_FLUX_TUNE must be one of on, off, not 'long'" in refused("train")

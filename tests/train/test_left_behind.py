@@ -3,7 +3,7 @@
 import glob
 import os
 import signal
-import time
+import sys
 import uuid
 from pathlib import Path
 
@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from megatron_flux.train.checkpoint_folder import tracked
-from tests.distributed.forked import Forked
 from tests.processes import MARK, end, left, with_mark
-from tests.train.conftest import SMALL, UNCOMPILED, records
+from tests.train.conftest import SMALL, UNCOMPILED, records, running
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,18 @@ def test_an_interrupted_run_says_so_in_one_line(environment: dict[str, str], cor
     The run would take hours and saves all the time, and has saved both sides.
     """
     out, saved, mark = tmp_path / "run", tmp_path / "saved", uuid.uuid4().hex
-    words = ["-m", "megatron_flux.cli", "compare", "--data", str(corpus), "--out", str(out), "--save", str(saved)]
+    words = [
+        sys.executable,
+        "-m",
+        "megatron_flux.cli",
+        "compare",
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+        "--save",
+        str(saved),
+    ]
     words += ["--save-interval", "1", "--set", "save_keep=2", "--wandb", "offline"]
     words += ["--steps", "100000", "--set", "block_steps=1", "--set", "log_interval=100000", *SMALL]
     own = {**environment, MARK: with_mark(mark), **UNCOMPILED}
@@ -37,23 +47,18 @@ def test_an_interrupted_run_says_so_in_one_line(environment: dict[str, str], cor
         whole = glob.glob(f"{saved}/*/latest_checkpointed_iteration.txt")
         return len(whole) == 2 and bool(glob.glob(f"{saved}/*/*.partial/*.distcp"))
 
-    process = Forked(*words, environment=own)
+    log = tmp_path / "log.txt"
     try:
-        deadline = time.monotonic() + 300
-        while not saving_again():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.005)
-        ranks = psutil.Process(process.pid).children()
-        assert len(ranks) == 2
-        assert os.getpgid(process.pid) not in [os.getpgid(rank.pid) for rank in ranks]
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(120) == 128 + signal.SIGINT
-        assert left(mark, SECONDS) == []
-        _, errors = process.communicate(60)
+        with running(words, own, saving_again, log) as process:
+            ranks = psutil.Process(process.pid).children()
+            assert len(ranks) == 2
+            assert os.getpgid(process.pid) not in [os.getpgid(rank.pid) for rank in ranks]
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(120) == 128 + signal.SIGINT
+            assert left(mark, SECONDS) == []
     finally:
-        process.kill()
         end(mark)
+    errors = log.read_text()
     last = errors.strip().splitlines()[-1]
     assert f"stopped by SIGINT, saved in {saved}; the same command with --load {saved} goes on" in last
     # Every side where it is, on all ranks: nothing that was trained is lost.

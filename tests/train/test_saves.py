@@ -85,19 +85,6 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_resumed(command: Run, st
     assert [again[n] for n in range(older + 1, newest + 1)] == [first[n] for n in range(older + 1, newest + 1)]
 
 
-@pytest.mark.parametrize("how", ["--load", "--overwrite"])
-def test_a_run_that_ranks_refuse_leaves_the_earlier_run(command: Run, stopped: Path, how: str) -> None:
-    run, saved = stopped / "run", stopped / "saved"
-    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
-    kept = checkpoint_folder.iterations(saved)
-    begins = [how, *([saved] if how == "--load" else []), "--save", saved]
-    again = ["train", *SMALL, *PLAIN_ADAM, "--steps", "100000", *begins]
-    said = complaint(command(*again, "--out", run, "--set", "layer_backend=no.such.layer=stock", code=2))
-    assert "no.such.layer" in said
-    assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
-    assert checkpoint_folder.iterations(saved) == kept
-
-
 def test_a_full_disk_leaves_the_checkpoints_before(command: Run, tmp_path: Path) -> None:
     """Room for one checkpoint of both sides, and for half of the next."""
     out = tmp_path / "run"

@@ -72,7 +72,10 @@ def test_compare_over_host_memory(command: Run, tmp_path: Path) -> None:
 LAYOUTS = {
     "tp2-pp2-plain-adam": ["--tp=2", "--pp=2", "--set=distributed_optimizer=false", "--set=lr_warmup_steps=2"],
     "tp4-no-sequence-parallel": ["--no-sequence-parallel", "--strict", "--set=sample_interval=1"],
-    "tp4-llama-recompute-full": [*LLAMA, "--num-query-groups=4", "--recompute=full", DROPOUT, FUSION],
+    # Recompute and samples of calls leave the random numbers of dropout as they are.
+    "tp4-llama-recompute-full": [
+        *(*LLAMA, "--num-query-groups=4", "--recompute=full", DROPOUT, FUSION, "--set=sample_interval=1"),
+    ],
     "tp2-dp2-overlap-gqa-bf16": [
         *("--tp=2", *LLAMA, "--num-query-groups=2", "--recompute=selective", FUSION),
         *("--set=overlap_grad_reduce=true", "--set=precision=bf16"),

@@ -26,11 +26,11 @@ def group_of(size: int) -> Any:
     return group
 
 
-def slab_on_gpu(tp: int = 2, *, captured: bool = False, table: Any = None) -> Any:
+def slab_on_gpu(*, captured: bool = False) -> Any:
     """A slab of rank 0 as far as its calls are claimed."""
     from megatron_flux.comm.slab import Slab
 
     device: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), get_device=lambda: 0)
     alarm: Any = SimpleNamespace(view=[0])
     empty = torch.empty(0)
-    return Slab(tp, 0, 0, captured, [], [], device, empty, empty, empty, alarm, table=table)
+    return Slab(2, 0, 0, captured, [], [], device, empty, empty, empty, alarm)

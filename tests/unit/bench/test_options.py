@@ -12,7 +12,6 @@ from megatron_flux.bench import ops
 from megatron_flux.bench.options import LayerOptions, OpsRun, TuneRun, layer_run
 from megatron_flux.errors import UserError
 from megatron_flux.run.rank import MEASURED
-from megatron_flux.train.options import LORA_TARGETS
 from tests.unit.bench.conftest import Run
 
 FEW = ["--preset", "llama2-70b", "--tokens", "1024", "--directions", "forward"]
@@ -72,20 +71,6 @@ def test_a_launchers_rank_starts_nothing(
     assert OpsRun.model_validate_json(ran[0]).tp == 4
     assert Path("run", "config.json").exists()
     assert "--tp 2 under a launcher that started 4" in refused(run, "tune", "--tp", "2")
-
-
-def test_modes_of_layers() -> None:
-    made = layer_run(LayerOptions(preset=["llama2-70b"], mode="decode"), 4)
-    assert (made.cuda_graphs, made.burst) == (True, 30)
-    assert [(w.seq, w.micro_batch, w.context_length, w.sequence_parallel) for w in made.workloads] == [
-        (1, batch, 2048, False) for batch in (1, 8, 64, 512)
-    ]
-    assert made.workloads[0].label == "llama2-70b-1x1-decode-context-2048-no-sp"
-    assert made.workloads[3].cache_shape(4) == (2049, 512, 2, 128)
-    for targets, label in ((list(LORA_TARGETS), "lora16"), (["linear_qkv"], "lora16-linear_qkv")):
-        (workload,) = layer_run(LayerOptions(preset=["llama2-70b"], lora=16, lora_targets=targets), 4).workloads
-        assert (workload.frozen, workload.lora, workload.lora_targets) == (True, 16, tuple(targets))
-        assert workload.label == f"llama2-70b-4096x2-{label}"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_flux.bench import layer, variants
+from megatron_flux.bench import variants
 from megatron_flux.errors import FluxError
 
 
@@ -21,12 +21,3 @@ def test_variants_share_parameters_and_their_gradients() -> None:
         variants.share(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)), weights)
     with pytest.raises(FluxError, match=r"0\.weight: shapes \(2, 4\) and \(2, 3\)"):
         variants.share(torch.nn.Sequential(torch.nn.Linear(4, 2)), weights)
-
-
-def test_results_are_compared_with_a_training() -> None:
-    """A bound's results are wrong by design."""
-    names = dict.fromkeys(["no_communication", "flux_te", "te"])
-    assert layer.baseline_of(names) == "te"
-    del names["te"]
-    assert layer.baseline_of(names) == "flux_te"
-    assert layer.baseline_of({"no_communication": None}) == "no_communication"

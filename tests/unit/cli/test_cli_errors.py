@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from megatron_flux.cli import main as cli
 from megatron_flux.errors import UserError
 from megatron_flux.telemetry import environment
+from tests.processes import until
 
 
 class OutOfTheOrdinary(BaseException):
@@ -89,10 +89,7 @@ def test_a_reader_that_leaves_is_said_in_one_line() -> None:
 def test_ctrl_c_while_torch_is_imported_is_no_traceback() -> None:
     command = [sys.executable, "-c", "import megatron_flux_autoload; megatron_flux_autoload.main()", "doctor"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "megatron-flux: error: interrupted\n"
     assert process.returncode == 128 + signal.SIGINT

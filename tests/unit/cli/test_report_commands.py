@@ -1,22 +1,15 @@
 """The commands ``report`` and ``watch``: what they write, print and exit with, whatever stands in the files."""
 
-import contextlib
-import copy
-import json
-import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_flux.errors import UserError
-from megatron_flux.metrics.report import make_chapters, page
-from megatron_flux.metrics.report.run import load_all
-from tests.unit.metrics.report_runs import RESULTS, full_run
+from tests.unit.metrics.metrics_records import interleaved, write_run
 
+RESULTS = Path(__file__).parents[3] / "results"
 CPU = RESULTS / "report-cpu-tiny"
 
 
@@ -36,7 +29,8 @@ def test_a_jobs_folder_stands_for_its_repetitions(cli: Callable[..., str], tmp_p
     """A job's script leaves it so, with logs and checkpoints beside the run folders."""
     root = tmp_path / "runs" / "gpt3-175b-compare-4711"
     for index in (0, 1, 10):
-        full_run(root / f"rep-{index}" / "run")
+        variants = interleaved(6, {"baseline": [0.1] * 6, "flux": [0.09] * 6})
+        write_run(root / f"rep-{index}" / "run", variants, {"config": {"command": "compare", "preset": "tiny"}})
         (root / f"rep-{index}" / "logs" / "0").mkdir(parents=True)
     (root / "rep-2" / "logs").mkdir(parents=True)  # nothing recorded yet
     cli("report", root)
@@ -62,48 +56,3 @@ def test_bad_input_is_one_line(cli: Callable[..., str], tmp_path: Path) -> None:
         (["watch", tmp_path / "no"], "no is missing; name the run folder of a training job"),
     ):
         assert said in cli(*words, code=2)
-
-
-PAGES = 5
-WRONG = [None, True, -1, 1e309, "x", "NaN", [], [None], {}, {"x": None}, "<b>&"]
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested JSON."""
-    yield at
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*at, key))
-
-
-def damaged(value: Any, rng: random.Random) -> Any:
-    """A copy in which something is of another type, or gone."""
-    value = copy.deepcopy(value)
-    at = rng.choice(list(places(value))[1:])
-    inner = value
-    for key in at[:-1]:
-        inner = inner[key]
-    if rng.random() < 0.3:
-        del inner[at[-1]]
-    else:
-        inner[at[-1]] = rng.choice(WRONG)
-    return value
-
-
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "flux/breakdown.json", "flux/metrics.jsonl"])
-def test_damage_is_a_page_or_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("megatron_flux.metrics.summary.RESAMPLES", 20)
-    run = full_run(tmp_path / "run")
-    file = run / name
-    rng, before, pages = random.Random(0), [json.loads(line) for line in jsons(file)], 0
-    for _ in range(PAGES):
-        wrong = [damaged(one, rng) if len(before) == 1 or rng.random() < 0.5 else one for one in before]
-        file.write_text("".join(json.dumps(one) + "\n" for one in wrong))
-        with contextlib.suppress(UserError):
-            pages += bool(page.html(*make_chapters(load_all([run]))))
-    assert pages == PAGES
-
-
-def jsons(file: Path) -> list[str]:
-    text = file.read_text()
-    return text.splitlines() if file.suffix == ".jsonl" else [text]

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from megatron_flux.comm import timeouts as watch
+from tests.processes import until
 
 
 def test_alarms_come_and_go_beside_the_watching_thread() -> None:
@@ -61,27 +61,15 @@ def test_the_watching_thread_outlives_what_it_cannot_write(monkeypatch: pytest.M
     kept = [alarm(name, lambda name=name: name) for name in ("full pipe", "full disk")]
     kept.append(alarm("failing", lambda: 1 / 0))  # type: ignore[arg-type, return-value]
     watch._start()
-    deadline = time.monotonic() + 10
-    while len(written) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    kept.append(alarm("last", looked_at.set))  # type: ignore[arg-type]
     try:
+        until(lambda: len(written) == 2, 10)
+        kept.append(alarm("last", looked_at.set))  # type: ignore[arg-type]
         assert looked_at.wait(20)
     finally:
         done.set()
         for one in kept:
             one.close()
     assert sorted(written) == ["full disk", "full pipe"], "once each"
-
-
-def test_a_group_that_does_not_say_its_timeout(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MEGATRON_FLUX_TIMEOUT_S", raising=False)
-    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace()))
-    monkeypatch.setattr(watch.constants, "default_pg_nccl_timeout", timedelta(minutes=10))
-    assert watch.timeout_s(group, torch.device("cuda")) == 600.0
-    assert "does not say its time-out" in caplog.text
 
 
 def test_a_very_long_timeout_is_still_a_number_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

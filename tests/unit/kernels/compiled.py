@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -332,27 +330,6 @@ def barriers_before_products(ptx: str) -> int:
     return sum(len(re.findall(r"\bbar(?:rier)?\.sync", part)) for part in (*behind, *heads))
 
 
-def signals_heard() -> bool:
-    """Whether a program's handlers hear their signals behind the first compile, for which nothing lies in the cache:
-    with it LLVM comes into the process.
-    """
-    heard: list[int] = []
-    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        signal.signal(number, lambda number, _: heard.append(number))
-
-    class Kernel:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda: plain(80, "ag_gemm", False)
-
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
-        relaunch.by_triton(Kernel(), 132)
-        assert list(Path(folder).rglob("*.cubin"))
-    for number in numbers:
-        os.kill(os.getpid(), number)
-    return heard == list(numbers)
-
-
 def main() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (capability, op, tma, scales) in PLAIN.items():
@@ -450,8 +427,6 @@ def about(made: Any) -> dict[str, Any]:
     ptx = made.asm["ptx"]
     return {
         "parameters": relaunch.parameter_sizes(ptx, made.metadata.name),
-        "traps": ptx.count("trap;"),
-        "products": len(re.findall(r"mma\S*\.sync\.aligned\.m\d+n\d+k16\S*\.bf16", ptx)),
         "spilled": assembled(ptx, "sm_90a" if ".target sm_90a" in ptx else "sm_80")[0],
         "shared": made.metadata.shared,
         "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\S*", ptx))),

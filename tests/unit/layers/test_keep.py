@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flux.comm.group_state import Link
 from megatron_flux.config import ALL_EXACT, Backends
 from megatron_flux.layers import keep
 from megatron_flux.layers.precision import EXACT
@@ -41,18 +40,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return found
 
 
-def kept(
-    group: Any, elements: int, budget: int | None = None, wanted: bool | None = True, backend: str = "auto"
-) -> keep.Kept | None:
+def kept(group: Any, elements: int, budget: int | None = None) -> keep.Kept | None:
     """Reserve memory for an input of ``elements`` of two bytes."""
     x: Any = SimpleNamespace(
         is_cuda=True, device="cuda", dtype=torch.bfloat16, numel=lambda: elements, shape=(elements,),
         new_empty=torch.empty,
     )  # fmt: skip
     weight: Any = SimpleNamespace(requires_grad=True, is_contiguous=lambda: True)
-    how = {"backends": Backends.of(backend), "wires": ALL_EXACT, "precision": EXACT[False]}
+    how = {"backends": Backends.of("auto"), "wires": ALL_EXACT, "precision": EXACT[False]}
     linear: Any = SimpleNamespace(parameter=weight, group=group, **how)
-    return keep.reserve(x, linear, wanted, budget)
+    return keep.reserve(x, linear, True, budget)
 
 
 def optimizer_step() -> None:
@@ -94,23 +91,3 @@ def test_a_graph_that_was_dropped_counts_until_the_next_step() -> None:
     assert kept(group, 1, 4) is not None
     dropped.take()  # of a graph that outlived its step: not given back twice
     assert kept(group, 1, 4) is None
-
-
-@pytest.mark.parametrize(
-    ("backend", "link", "wanted", "keeps"),
-    [
-        ("reference", "none", None, False),
-        ("chunked", "p2p", None, True),
-        ("chunked_int8", "host", None, True),
-        ("chunked", "nvlink", None, False),
-        ("chunked", "host", False, False),
-        ("tuned", "host", None, True),
-        ("tuned", "p2p", None, False),  # unless it was asked for
-        ("tuned", "nvlink", True, False),
-    ],
-)
-def test_where_it_is_worth_it(
-    backend: str, link: str, wanted: bool | None, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keep.links, "probe", lambda *_: Link(link, ""))
-    assert (kept(group_of(2), 1, 100, wanted, backend) is not None) is keeps

@@ -1,4 +1,4 @@
-"""The parts of flux in Megatron-LM's scripts: arguments, checks, patch sets, counts per step, and logs."""
+"""The parts of flux in Megatron-LM's scripts: arguments, checks and patch sets."""
 
 import argparse
 import re
@@ -11,9 +11,8 @@ import pytest
 
 import megatron_flux.megatron_lm
 from megatron_flux import FluxConfig, UserError
-from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, training_log, validate
+from megatron_flux.megatron_lm import MegatronArgumentsError, add_arguments, validate
 from megatron_flux.megatron_lm.start import config_from
-from megatron_flux.metrics.schema import COUNTED
 
 PATCHES = Path(__file__).parents[3] / "patches" / "megatron-lm"
 
@@ -79,34 +78,6 @@ def test_a_transformer_engine_that_cannot_be_imported_is_refused_with_the_range(
     validate(arguments(transformer_impl="local"))
     validate(arguments(transformer_impl="transformer_engine", spec=["my_layers", "SPEC"]))
     validate(arguments(transformer_impl="transformer_engine", flux=False))
-
-
-def seen(
-    calls: dict[str, int], received: int = 0, fallbacks: dict[str, int] | None = None, *, graphs: bool = False
-) -> dict[str, Any]:
-    kept = {"total": sum(calls.values()), "no_room": received, "peak_bytes": 7}
-    counts = {"calls": calls, "bytes_received": received, "fallbacks": fallbacks or {}, "kept_gathered": kept}
-    return {"active_layers": 4, "cuda_graphs": graphs, **counts}
-
-
-def test_a_row_is_what_happened_since_the_last_one() -> None:
-    log, names = training_log._Log(), [f"flux/{name}_calls" for name in COUNTED]
-    first = log.row(1, seen({"all_gather_gemm/reference": 3, "gemm_reduce_scatter/fused": 2}, 100))
-    assert [first.pop(name) for name in names] == [3, 2, 0]
-    assert first == {
-        "flux/active_layers": 4,
-        "flux/bytes_received": 100,
-        "flux/fallback_calls": 0,
-        "flux/inputs_kept": 5,
-        "flux/inputs_gathered_again": 100,
-        "flux/kept_bytes": 7,
-    }
-    calls = {"all_gather_gemm/reference": 5, "all_gather_gemm/fused": 4, "gemm_reduce_scatter/fused": 2}
-    calls |= {"gemm_all_reduce/tuned": 1, "all_gather/x": 9}
-    second = log.row(2, seen(calls, 150, {"column: tp = 1": 6, "row: tp = 1": 1}))
-    assert [second[name] for name in names] == [6, 0, 1]
-    assert [second[f"flux/{name}"] for name in ("bytes_received", "fallback_calls", "kept_bytes")] == [50, 7, 7]
-    assert log.row(3, seen(calls, graphs=True)) == {"flux/active_layers": 4}
 
 
 @pytest.mark.parametrize("tag", ["core_v0.15.3", "core_v0.16.1", "core_v0.19.0"])

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_flux.metrics import schema, strict_json
+from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.summary import summarize
 from tests.documented import example, fields
@@ -67,22 +67,13 @@ def _call(operator: str, calls: int, time: float, gemm: float, serial: float) ->
     }
 
 
-def breakdown(*, flux: bool = False) -> dict[str, Any]:
-    """A ``breakdown.json``; its parts add up to its span."""
-    parts = dict.fromkeys(schema.BREAKDOWN_PARTS, 0.0)
-    parts |= {"gemm": 40.0, "attention": 20.0, "norm": 5.0, "optimizer": 8.0, "other": 7.0, "idle": 2.0}
-    parts |= {"fused": 12.0, "communication_exposed": 1.0} if flux else {"communication_exposed": 18.0}
-    found = {"steps": [5, 7], "span_ms": sum(parts.values()), "parts": parts}
-    return example("breakdown") | found | {"communication_hidden_ms": 3.0, "launches": 900.0}
-
-
-def interleaved(pairs: int, times: dict[str, list[float]], per_block: int = 3) -> dict[str, list[Record]]:
-    """A B B A blocks; ``times[variant]`` is the step time of each block of that variant, in seconds."""
+def interleaved(pairs: int, times: dict[str, list[float]]) -> dict[str, list[Record]]:
+    """A B B A blocks of three steps; ``times[variant]`` is the step time of each block of that variant, in seconds."""
     variants: dict[str, list[Record]] = {"baseline": [], "flux": []}
     for pair in range(pairs):
         order = ("baseline", "flux") if pair % 2 == 0 else ("flux", "baseline")
         for position, variant in enumerate(order):
-            for _ in range(per_block):
+            for _ in range(3):
                 changes = {"iteration-time": times[variant][pair], "block": 2 * pair + position}
                 variants[variant].append(record(len(variants[variant]) + 1, flux=variant == "flux", **changes))
     return variants

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flux.errors import StorageError, UserError
+from megatron_flux.errors import StorageError
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder, RecordTail, read_records
 from tests import small_disk
@@ -89,26 +89,6 @@ def test_resume_after_a_torn_line(path: Path, torn: str, resume_from: int) -> No
     fill(path, range(4, 6), resume_from=resume_from)
     assert iterations(path) == [1, 2, 4, 5]
     assert superseded(path, 1).read_text() == torn
-
-
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
-        (b"[1]", "dictionary"),
-        (b'{"iteration": 2}', "'lm loss': Field required"),
-        (json.dumps(record(2) | {"lm loss": "low"}).encode(), "unable to parse string as a number, not 'low'"),
-        (json.dumps(record(1)).encode(), "iteration 1 after iteration 1"),
-    ],
-)
-def test_malformed_line_is_one_line_with_file_and_number(path: Path, line: bytes, cause: str) -> None:
-    fill(path, range(1, 2))
-    path.write_bytes(path.read_bytes() + line + b"\n" + json.dumps(record(3)).encode() + b"\n")
-    with pytest.raises(UserError) as caught:
-        read_records(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}:2: ")
-    assert cause in message
-    assert "\n" not in message
 
 
 def polled(tail: RecordTail) -> int:

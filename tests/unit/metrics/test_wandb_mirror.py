@@ -3,10 +3,8 @@
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
-import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,9 @@ import pytest
 import wandb
 from wandb.util import get_core_path
 
-from megatron_flux.metrics import wandb_mirror
 from megatron_flux.metrics.recorder import JsonlRecorder
-from megatron_flux.metrics.wandb_mirror import WandbMirror, baseline_exposed_ms
+from megatron_flux.metrics.wandb_mirror import WandbMirror
 from tests.unit.metrics.metrics_records import record, sampled_record
-from tests.unit.metrics.report_runs import full_run
-
-ROOT = Path(__file__).parents[3]
-OLDEST = Path(sys.prefix) / "oldest-wandb"
 
 API_KEY = "0123456789abcdef" * 2 + "cafe4242"
 CONFIG = {"preset": "tiny", "tokenizer": "bytes", "api_key": "hunter-1", "nested": {"hf_token": "hunter-2", "tp": 2}}
@@ -112,59 +105,6 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
-WRITES = """
-import sys
-from pathlib import Path
-import wandb
-from megatron_flux.metrics.wandb_mirror import WandbMirror
-from tests.unit.metrics.metrics_records import sampled_record
-names = {"project": "p", "group": "g", "job_type": "flux", "name": "n", "tags": ["t"]}
-with WandbMirror("offline", {}, Path(sys.argv[1]), **names) as mirror:
-    for n in (1, 2, 3):
-        mirror.write(sampled_record(n, flux=True))
-wandb.teardown()
-"""
-
-
-@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST}: scripts/test.sh fetches it")
-def test_the_oldest_wandb_that_is_allowed(tmp_path: Path) -> None:
-    """Written with it, ahead of the newest on the path, and read with the newest."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["wandb"]
-    (oldest,) = (need.removeprefix("wandb>=") for need in needs if need.startswith("wandb"))
-    assert list(OLDEST.glob(f"wandb-{oldest}.0.dist-info")), f"{OLDEST} is not wandb {oldest}"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (OLDEST, ROOT)))}
-    words = [sys.executable, "-c", WRITES, str(tmp_path)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "wandb is off" not in done.stderr, done.stderr
-    assert steps(only(tmp_path)) == [1, 2, 3]
-    assert json.loads(inspect(only(tmp_path), "--summary"))["summary"]["lm loss"] == pytest.approx(4.7)
-
-
-def test_what_a_comparison_found_is_in_a_runs_summary(tmp_path: Path) -> None:
-    folder = full_run(tmp_path / "run")
-    found = wandb_mirror.comparison_summary(folder, json.loads((folder / "summary.json").read_text()))
-    with mirror("offline", tmp_path) as opened:
-        opened.write(sampled_record(1, flux=True))
-        opened.summarize(found)
-    shown = json.loads(inspect(only(tmp_path), "--summary"))["summary"]
-    assert 1 < shown["compare/speedup_low"] <= shown["compare/speedup"] <= shown["compare/speedup_high"] < 1.3
-    # 64 calls a step of 3.6 ms in turn and 1.6 ms of GEMM; 2.0 ms with flux.
-    assert shown["compare/baseline_exposed_communication_ms/all_gather_gemm"] == pytest.approx(128)
-    assert shown["compare/flux_exposed_communication_ms/all_gather_gemm"] == pytest.approx(25.6)
-    assert shown["compare/flux_exposed_communication_traced_ms"] == 1
-    # CPUs have none: there the comparison is withheld.
-    withheld = {"flux/exposed_communication_ms": dict.fromkeys(("all_gather_gemm", "gemm_reduce_scatter"))}
-    assert baseline_exposed_ms(sampled_record(2, flux=True, **withheld)) == {}
-
-
-def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises
-    with mirror("disabled", tmp_path) as disabled:
-        disabled.write(record(1))
-    assert list(tmp_path.iterdir()) == []
-
-
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, *, logged_in: bool = True) -> Any:
     """wandb whose service fails from the second record on, or at the start by ``error``."""
     fake = mock.MagicMock(Settings=dict)
@@ -206,6 +146,13 @@ def test_a_failed_training_is_a_failed_run(
         raise KeyError("training")
     fake.init.return_value.finish.assert_called_once_with(exit_code=1)
     assert ["cannot finish" in said for said in warnings(caplog)] == [True]
+
+
+def test_disabled_writes_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises
+    with mirror("disabled", tmp_path) as disabled:
+        disabled.write(record(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``megatron-flux watch``: what it shows of a run that is about to begin, runs, stalls, is resumed, ends."""
+"""``megatron-flux watch``: what it shows of a run that runs or stalls."""
 
 import io
 import json
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.watch import view
-from tests.unit.metrics.report_runs import one_variant
+from tests.unit.metrics.metrics_records import record
 
 
 def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
@@ -20,11 +21,15 @@ def shown(path: Path, *, after: float = 0.0, width: int = 80) -> str:
 
 
 def test_a_job_that_is_running(tmp_path: Path) -> None:
-    run = one_variant(tmp_path / "run", "flux", steps=200)
+    run = tmp_path / "run"
+    with JsonlRecorder(run / "flux" / "metrics.jsonl") as recorder:
+        for n in range(1, 19):
+            recorder.write(record(n, flux=True, **{"iteration-time": 0.09}))
+    (run / "config.json").write_text(json.dumps({"config": {"command": "train", "flux": True, "steps": 200}}))
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write('{"half a li')
     text = shown(run)
-    assert "flux 18 of 200 (9 %), 90.2 ms a step; 16 s left" in text
+    assert "flux 18 of 200 (9 %), 90 ms a step; 16 s left" in text
     assert "baseline" not in text
     assert "running: last step 0 s ago" in text
     assert "damaged" not in text
@@ -34,20 +39,3 @@ def test_a_job_that_is_running(tmp_path: Path) -> None:
     with (run / "flux" / "metrics.jsonl").open("a") as file:
         file.write("ne\n")
     assert "flux/metrics.jsonl: line 19 is damaged and skipped" in " ".join(shown(run, width=200).split())
-
-
-def test_how_a_run_ended_is_told_from_a_stall(tmp_path: Path) -> None:
-    run = one_variant(tmp_path / "run", "flux", steps=200)
-    (run / "ended.json").write_text('{"state": "stopped", "iterations": {"flux": 18}}')
-    assert "ended: stopped by a signal, flux after step 18" in shown(run, after=999)
-    (run / "ended.json").unlink()
-    note = {"rank": 77, "host": "node9", "iteration": 17, "error": "RuntimeError: out of [memory]"}
-    failure = run / "flux" / "failure-rank00077.json"
-    failure.write_text(json.dumps(note))
-    said = "ended by an error, rank 77 on node9 after step 17: RuntimeError: out of [memory]"
-    assert said in shown(run, after=999, width=200)
-    # Resumed: the configuration is new, and the error is of the run before.
-    later = failure.stat().st_mtime + 5
-    os.utime(run / "config.json", (later, later))
-    assert "running: started 7 s ago, no step since" in shown(run, after=later + 7.5 - time.time())
-    assert "stalled: started 17 min ago, no step since" in shown(run, after=later + 1000 - time.time())

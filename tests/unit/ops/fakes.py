@@ -204,7 +204,6 @@ class Gpu:
         compiled = self._by_triton(made, grid, *arguments, **constants)
         assert set(operands) <= set(compiled.names)
         self.operands, self.constants = operands, compiled.constants
-        self.arguments = dict(zip(compiled.names, arguments, strict=True))
         again = Again(self.again(compiled.name))
         again.launch(STREAM)
         return again

@@ -71,14 +71,6 @@ def test_sms_that_no_round_needs_add_partials() -> None:
     assert not first(33 * 256, 7168, True, mp=128)
 
 
-def test_gathers_have_half_tiles_in_short_calls_and_in_fp8() -> None:
-    def widths(m: int, n: int, promoted: bool | None = None) -> set[int]:
-        return {plan.bn for plan in candidates(AG, m // 2, n, 4096, 2, 132, ws=True, promoted=promoted)}
-
-    assert widths(2048, 14336) == widths(8192, 14336, promoted=False) == {128, 256}
-    assert widths(2048, 27648) == widths(4096, 2560) == {256}
-
-
 # What a half's flags are enough for; ops/fused.py raises otherwise.
 
 LARGE = [(131072, 16384, 8192), (262144, 16384, 1024), (1 << 20, 256, 64), (1 << 20, 16384, 64)]

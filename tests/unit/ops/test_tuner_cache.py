@@ -161,14 +161,3 @@ def test_every_part_of_a_key_changes_with_what_it_stands_for(monkeypatch: pytest
         tested |= set(base) - set(changed)
     assert set(base) - tested == WORDS, "a part of the key that nothing here changes"
     assert CHANGES.keys() == BASE.keys()
-
-
-def test_a_release_is_known_by_the_code_that_runs_calls(tmp_path: Path) -> None:
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "cli").mkdir()
-    (tmp_path / "ops" / "gemm.py").write_text("a")
-    before = keys._hash_of_sources(tmp_path)
-    (tmp_path / "cli" / "main.py").write_text("b")
-    assert keys._hash_of_sources(tmp_path) == before
-    (tmp_path / "ops" / "gemm.py").write_text("c")
-    assert keys._hash_of_sources(tmp_path) != before

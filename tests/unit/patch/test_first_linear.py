@@ -32,27 +32,18 @@ def build(module: str = LAYERS, name: str = "RowParallelLinear") -> None:
     of_a_script.weight = torch.nn.Parameter(torch.ones(1))
 
 
-@pytest.mark.parametrize(("module", "name"), [(LAYERS, "ColumnParallelLinear"), (TE_LAYERS, "TERowParallelLinear")])
-def test_once_by_the_first_linear(calls: Calls, module: str, name: str) -> None:
-    first_linear.watch()
-    torch.nn.Linear(1, 1)
-    assert calls == []
-    build(module, name)
-    build()
-    first_linear.watch()
-    build()
-    assert calls == ["on"]
-
-
-@pytest.mark.parametrize("why", ["off", "patched", "settled"])
-def test_not_switched_on(calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+@pytest.mark.parametrize("why", ["", "off", "patched", "settled"])
+def test_switched_on_once_unless_there_is_a_reason(calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "off":
         monkeypatch.setenv("MEGATRON_FLUX", "0")
     if why == "settled":
         first_linear.settle()
     first_linear.watch()
+    torch.nn.Linear(1, 1)
+    assert calls == []
     if why == "patched":
         with patched():
             build()
     build()
-    assert calls == []
+    build(TE_LAYERS, "TERowParallelLinear")
+    assert calls == ([] if why else ["on"])

@@ -11,7 +11,7 @@ from megatron_flux.comm import links
 from megatron_flux.patch import patcher
 
 SEAM = ((ColumnParallelLinear, "_forward_impl"), (RowParallelLinear, "forward"))
-"""Local layers. Those over TransformerEngine are in test_te_linears.py; where it is installed they count too."""
+"""Local layers. Those over TransformerEngine are in tests/distributed; where it is installed they count too."""
 
 
 def methods() -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from megatron_flux.quant.gptq import GPTQLinear, pack
 HIDDEN, FFN, GROUP = 64, 128, 16
 
 
-def mlp(*, gated: bool = True, bias: bool = False, bits: int = 4, hidden: int = HIDDEN, ffn: int = FFN) -> MLP:
+def mlp(*, gated: bool = True, bias: bool = False, bits: int = 4) -> MLP:
     """Gate and up, which share their order, or one FC1; and FC2. Groups of rows lie in a random order."""
 
     def linear(k: int, n: int, order: torch.Tensor, name: str) -> GPTQLinear:
@@ -25,9 +25,9 @@ def mlp(*, gated: bool = True, bias: bool = False, bits: int = 4, hidden: int = 
             name=name,
         )
 
-    order = torch.randperm(hidden)
-    first = tuple(linear(hidden, ffn, order, name) for name in (("gate", "up") if gated else ("fc1",)))
-    return MLP(first, linear(ffn, hidden, torch.randperm(ffn), "down"))
+    order = torch.randperm(HIDDEN)
+    first = tuple(linear(HIDDEN, FFN, order, name) for name in (("gate", "up") if gated else ("fc1",)))
+    return MLP(first, linear(FFN, HIDDEN, torch.randperm(FFN), "down"))
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:

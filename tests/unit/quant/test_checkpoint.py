@@ -164,54 +164,6 @@ def test_files_that_lie_are_refused_in_one_line(tmp_path: Path, damage: Callable
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def edit(name: str, **changes: Any) -> Callable[[Path], object]:
-    def edited(folder: Path) -> None:
-        file = folder / name
-        file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | changes))
-
-    return edited
-
-
-GOOD = {"bits": 4, "checkpoint_format": "gptq", "quant_method": "gptq", "group_size": -1}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            edit(checkpoint.INDEX, weight_map={"a": "../x.safetensors"}),
-            r"names '../x.safetensors'; a file of this folder",
-        ),
-        (edit(checkpoint.INDEX, weight_map={"a": "none.safetensors"}), "names none.safetensors, which is not there"),
-        (edit("config.json", quantization_config={"quant_method": "awq"}), "quant_method 'awq'"),
-        (
-            edit("quantize_config.json", **GOOD | {"bits": 8}),
-            "bits 8 in quantize_config.json and bits 4 in config.json",
-        ),
-        (lambda folder: (folder / "config.json").write_text("{" * 5000), r"config\.json is no JSON"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"), r"model\.bin is a pickle"),
-    ],
-)
-def test_folders_that_are_no_checkpoint(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
-    folder = write(tmp_path / "in", tensors(1))
-    edit("quantize_config.json", **GOOD)(folder)
-    assert checkpoint.read(folder).zero_offset == 1
-    (folder / "quantize_config.json").unlink()
-    change(folder)
-    with pytest.raises(UserError, match=said):
-        checkpoint.read(folder)
-
-
-def test_a_check_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checkpoint.read(write(tmp_path / "in", tensors(1)))
-    monkeypatch.setattr(
-        checkpoint, "fold", lambda mlp, tp: checkpoint.MLP(mlp.first, mlp.second.with_rows(mlp.second.order()))
-    )
-    with pytest.raises(UserError, match="folded it differs by"):
-        checkpoint.run(found, tmp_path / "out", check=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 def test_the_command(cli: Callable[..., str], tmp_path: Path) -> None:
     folder, out = write(tmp_path / "in", tensors()), tmp_path / "out"
     assert cli("quant", "fold", folder, out, "--dry-run") == "2 MLP(s) of 4 bits can be folded\n"

@@ -1,14 +1,11 @@
-"""The failed rank that a launcher names, and that it lives to do so."""
+"""The failed rank that a launcher names."""
 
-import contextlib
 import signal
-from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_flux.errors import UserError
-from megatron_flux.run import node
 from megatron_flux.run.launcher import failure_of
 
 
@@ -30,18 +27,3 @@ def test_the_first_failure_is_named(codes: tuple[int, int], times: tuple[int, in
     assert isinstance(error, UserError) == (2 in codes), "a refusal stays a refusal"
     assert str(error).startswith(said)
     assert ("runs/x" in str(error)) == (2 not in codes)
-
-
-@pytest.mark.parametrize(
-    ("asked", "noted", "ends"), [([], None, True), ([signal.SIGTERM], None, False), ([], 0, False)]
-)
-def test_a_launcher_that_is_about_to_say_how_its_ranks_ended_is_not_ended(
-    monkeypatch: pytest.MonkeyPatch, asked: list[int], noted: int | None, ends: bool
-) -> None:
-    """Slurm's SIGTERM may come when it has none any more: the cause of the failure would be lost."""
-    died = mock.Mock(side_effect=SystemExit)
-    monkeypatch.setattr(node.stop, "die", died)
-    monkeypatch.setattr(node.psutil.Process, "children", lambda _: [])
-    with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
-        node._pass_on(signal.SIGTERM, asked, mock.MagicMock(notes_before=noted), contextlib.ExitStack())
-    assert died.called is ends

@@ -10,7 +10,6 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.comm import links
 from megatron_flux.comm.links import Link
-from megatron_flux.nvml import Gpu, Reading
 from megatron_flux.slurm.preflight import node
 
 SM, MEMORY = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
@@ -83,21 +82,6 @@ def test_the_link_of_peers_that_cuda_does_not_see(uuids: list[str], linked: bool
     assert nvml.linked(uuids) is linked
     found = links._unseen(uuids)
     assert found == link if isinstance(link, Link) else (found.kind, link in found.reason) == ("p2p", True)
-
-
-def test_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Gpu("2").read() == Reading(1980.0, 2619.0, 612.345, 55.0, 0x5)
-    assert nvml.throttle_reasons(0x5) == ["sw_power_cap"]  # an idle GPU is not throttled
-    assert nvml.throttle_reasons(0x8 | 0x40) == ["hw_slowdown", "hw_thermal_slowdown"]
-    assert nvml.source() == "NVML, driver 570.1"
-    answer(
-        monkeypatch,
-        DeviceGetPowerUsage=refuse,
-        DeviceGetCurrentClocksEventReasons=refuse,
-        DeviceGetCurrentClocksThrottleReasons=lambda handle: 0x20,  # its name before driver 535
-    )
-    reading = Gpu("GPU-0").read()
-    assert (reading.power_w, reading.throttle) == (None, 0x20)
 
 
 def test_nvml_that_fails_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,22 +159,3 @@ def test_what_another_run_saved_is_not_resumed(
     (made / checkpoint_folder.DESCRIPTION).write_text(json.dumps(about | changed))
     with pytest.raises(UserError, match=re.escape(said)):
         checkpoint_folder.check_resume(run_config(tmp_path, load=tmp_path / "saved", **options))
-
-
-@pytest.mark.parametrize("compare", [False, True])
-def test_adapters_begin_beside_the_weights_of_another_run(saved: Path, tmp_path: Path, compare: bool) -> None:
-    """Nothing of it is resumed: neither its step, nor its rates, nor its folder."""
-    run = run_config(tmp_path, compare=compare, load=saved, lora=8, steps=1, save=tmp_path / "adapters")
-    assert checkpoint_folder.check_resume(run) == {}
-    assert checkpoint_folder.loads_base(run)
-    assert not checkpoint_folder.resumes(run)
-    assert checkpoint_folder.sources(run) == [saved] * (2 if compare else 1)
-    with pytest.raises(UserError, match="holds checkpoints of the run in"):
-        checkpoint_folder.check_save(run_config(tmp_path, load=saved, lora=8, save=saved))
-    own = tmp_path / "adapters"
-    for folder in [own / "baseline", own / "flux"] if compare else [own]:
-        checkpoint(folder, 2, adapters=run.adapters)
-    again = run_config(tmp_path, compare=compare, load=own, lora=8, save=own)
-    assert checkpoint_folder.check_resume(again)["iteration"] == 2
-    assert checkpoint_folder.resumes(again)
-    checkpoint_folder.check_save(again)

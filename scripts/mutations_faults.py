@@ -677,7 +677,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ready calls do not follow a change of stream",
         "megatron_flux/comm/slab.py",
-        "        if raw != self._order.raw:\n            self._follow()\n        half",
+        "        if raw != self._order.raw:\n            self._order.follow()\n        half",
         "        half",
         ("tests/unit/comm/test_slab.py::test_eager_calls_follow_a_change_of_stream",),
         ("stream_change",),

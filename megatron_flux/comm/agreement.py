@@ -103,7 +103,6 @@ class Box:
     _TOKEN_BYTES = 8
 
     def __init__(self, handle: int) -> None:
-        """Take over the descriptor ``handle``."""
         self._handle = handle
         self._at = self._TOKEN_BYTES  # where the next message to read begins
         weakref.finalize(self, os.close, handle).atexit = False

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, CopyStream, Slab
+from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, Side, Slab
 
 
 class Edges(NamedTuple):
@@ -65,9 +65,7 @@ class Copy(NamedTuple):
 
 
 class Push(NamedTuple):
-    """The copies of a shard to all peers, and the address of the epoch that follows each. ``x`` is where it lies: the
-    caller's, or its place in this rank's own half.
-    """
+    """The copies of a shard to all peers, and the address of the epoch that follows each."""
 
     copies: list[Copy]
     epoch: int
@@ -150,38 +148,25 @@ def push_in_place(work: Slab, half: int, mp: int, k: int) -> Push:
     return Push(copies, work.epochs.data_ptr() + 4 * half)
 
 
-class Side(NamedTuple):
-    """The stream of the copies and the events that order it with the caller's, as handles for the driver."""
-
-    stream: int
-    before: int
-    after: int
-    keep: CopyStream  # owns the handles
-
-
 def side_of(work: Slab) -> Side:
     """Return the stream of the copies of ``work``, on a GPU."""
-    copies = work.side
-    if copies is None:
+    if work.side is None:
         stream = work.streams.get(work.captured)
         if stream is None:
             stream = work.streams[work.captured] = torch.cuda.Stream(work.data_table.device, priority=-1)
-        copies = CopyStream(stream, torch.cuda.Event(), torch.cuda.Event())
-        for event in (copies.before, copies.after):
-            event.record(copies.stream)  # an event has no handle before
-        work.side = copies
-    return Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
+        events = before, after = torch.cuda.Event(), torch.cuda.Event()
+        for event in events:
+            event.record(stream)  # it has no handle before
+        work.side = Side(stream.cuda_stream, before.cuda_event, after.cuda_event, stream, events)
+    return work.side
 
 
 def finish_open(work: Slab) -> None:
-    """Wait for the gather that is open on ``work``, if there is one. One that was begun in another capture is
-    forgotten: that capture failed, and nothing of it has run or will.
+    """Wait for the gather that is open on ``work``. One that was begun in another capture is forgotten: that capture
+    failed, and nothing of it has run or will.
     """
-    unfinished = work.open_gather
-    if unfinished is None:
-        return
-    work.check()  # before it: a wait on a poisoned slab could end in a time-out instead of the cause
+    work.check()  # first: a wait on a poisoned slab could end in a time-out instead of the cause
     if work.capture is None or work.capture == work.current_capture():
-        unfinished.wait()
+        work.open_gather.wait()  # type: ignore[union-attr]
     else:
         work.open_gather = None

@@ -58,7 +58,6 @@ class Cache(dict[_Key, _Value]):
         self._most = most
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
-        """Keep ``value`` under ``key``."""
         while len(self) >= (self._most or MOST_ENTRIES) and key not in self:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
                 self.pop(next(iter(self)), None)
@@ -89,7 +88,6 @@ class GroupState:
     """See the module; from :func:`state_of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Make the state of ``group``, and allocate nothing."""
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
         """By purpose and whether captured calls run on it: the largest so far."""
@@ -116,8 +114,7 @@ class GroupState:
         self.chosen: dict[Hashable, Any] = {}
         """Results of :mod:`megatron_flux.layers.keep` and :mod:`megatron_flux.layers.fp8`."""
         self.plans: Cache[Hashable, Any] = Cache()
-        """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
-        (:mod:`megatron_flux.ops.backend`)."""
+        """By backend that was asked for and a call's key: how such calls run (:mod:`megatron_flux.ops.backend`)."""
         self.fused: Cache[Hashable, Any] = Cache()
         """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused`), by what these have in common."""
         self.further: Cache[Hashable, Any] = Cache()

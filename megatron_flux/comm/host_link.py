@@ -222,7 +222,6 @@ class _HostCall:
     """A call that has begun."""
 
     def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
-        """Prepare a call that begins on the stream ``here``, and enqueue nothing yet."""
         self._link, self._program, self._here = link, program, here
         self._sent, self._received = sent, received  # kept alive
         first, nbytes = received.data_ptr(), program.nbytes

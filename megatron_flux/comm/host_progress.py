@@ -56,7 +56,6 @@ class Progress:
     """The calls of a link and where its lanes are in them. It outlives the link while a thread looks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout, regions: Regions) -> None:
-        """Start at epoch 0."""
         self._regions = regions  # must not be unmapped while a thread looks
         self.host = regions.host
         self._layout, self._rank = layout, group.rank()

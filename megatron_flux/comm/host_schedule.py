@@ -79,7 +79,6 @@ class Layout:
     slots: int = 4
 
     def __post_init__(self) -> None:
-        """Raise UserError if the ring is too short for the schedule."""
         if self.slots < MIN_SLOTS:
             raise UserError(f"a link needs at least {MIN_SLOTS} slots, {self.slots} were given")
 

@@ -102,7 +102,6 @@ class StreamLanes:
     """A CUDA stream for each lane. Addresses are device addresses, those of registered host memory included."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the streams on ``device``."""
         self._index = device.index
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in LANES]
         self._handles = [stream.cuda_stream for stream in self._streams]

@@ -198,7 +198,6 @@ class poison_on_error:  # noqa: N801 - a context manager; as a generator it woul
         """Begin the block."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
-        """End the block."""
         if error is not None:
             self._work.poison(self._operator, error)
 

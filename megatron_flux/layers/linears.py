@@ -169,9 +169,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 def _column(
     linear: ColumnState, local_x: Any, weight: Any, norm_output: Any, bias: torch.Tensor | None, shape: torch.Size
 ) -> Any:
-    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``linear.kept``. With ``linear.returned``
-    the result is a pair of ``y`` and the norm's output.
-    """
+    """Run the forward; the gathered ``x`` goes to ``linear.kept``. With ``linear.returned`` return a pair."""
     precision, group, kept, returned = linear.precision, linear.group, linear.kept, linear.returned
     backend, wire = linear.backends.forward, linear.wires.activations
     if not linear.sequence_parallel:
@@ -283,7 +281,6 @@ def row_state(y: torch.Tensor, x: torch.Tensor) -> LinearState | None:
 
 
 def _row(linear: LinearState, x: Any, weight: Any, shape: torch.Size) -> torch.Tensor:
-    """Run the forward; ``shape`` is that of ``x``."""
     group, backend, how = linear.group, linear.backends.forward, linear.precision.forward_options
     if linear.sequence_parallel:
         y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=linear.wires.activations, **how)

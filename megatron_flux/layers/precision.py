@@ -96,7 +96,6 @@ class Precision:
     """Backward ends with :meth:`end_backward`."""
 
     def __init__(self, epilogue_bias: bool) -> None:
-        """Keep the options of the operators of forward and dgrad."""
         self.epilogue_bias = epilogue_bias
         self.forward_options: dict[str, Any] = {}
         self.dgrad_options: dict[str, Any] = {"transposed": True}

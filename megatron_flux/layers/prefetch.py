@@ -42,7 +42,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.keep import Kept
 from megatron_flux.layers.precision import LinearState, Norm, Saved
@@ -92,7 +91,7 @@ class ColumnState(LinearState):
             self.kept = None
         if self._pending is None and self.kept is None:
             self._pending = self.precision.gather_x(saved, self)
-            self._begun = ops.all_gathers_begun(self.group)
+            self._begun = state_of(self.group).gathers_begun
 
     def settle(self) -> None:
         """Finish the part of the gather that would wait for the kernel that comes next."""
@@ -107,7 +106,7 @@ class ColumnState(LinearState):
             kept, self.kept = self.kept, None
             return kept.take()
         pending, self._pending = self._pending, None
-        stays = self.own_gathered or self._begun == ops.all_gathers_begun(self.group)
+        stays = self.own_gathered or self._begun == state_of(self.group).gathers_begun
         if pending is not None and not stays:
             pending.wait()  # it must be finished all the same
             pending = self.precision.gather_x(saved, self)

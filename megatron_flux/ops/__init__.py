@@ -41,7 +41,6 @@ from megatron_flux.ops.fp8_operand import Fp8Operand
 from megatron_flux.ops.operators import (
     all_gather,
     all_gather_gemm,
-    all_gathers_begun,
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "OpStats",
     "all_gather",
     "all_gather_gemm",
-    "all_gathers_begun",
     "backend_names",
     "gemm_all_reduce",
     "gemm_reduce_scatter",

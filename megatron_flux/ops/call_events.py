@@ -76,7 +76,6 @@ class Call:
     group: dist.ProcessGroup = field(compare=False)
 
     def __str__(self) -> str:
-        """Return the name of its range."""
         shape = f"m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')}"
         form, group = "[k,n]" if self.transposed else "[n,k]", self.group
         return f"flux::{self.operator} {shape} {form} tp={group.size()} rank={group.rank()} {self.backend}"
@@ -116,7 +115,6 @@ class CallTimer:
     """Times calls while it is in use (:func:`timed_by`). Its marks are kept for the next time."""
 
     def __init__(self) -> None:
-        """Start without times."""
         self._free: dict[bool, list[Any]] = {True: [], False: []}  # events and host marks
         self._segments: list[tuple[Call | GradientReduction, bool, Any, Any]] = []
 

@@ -36,7 +36,6 @@ class AllGatherPlan(GatheringPlan):
     _holds_sms = False
 
     def __init__(self, call: OperatorCall, config: None = None) -> None:
-        """Allocate nothing; there is nothing to configure."""
         super().__init__(call, config)
         self.purpose = "held gather" if call.async_op else "gather"
         self._transposing: Cache[Any, Any] = Cache(MOST_SHAPES)  # launches
@@ -110,7 +109,7 @@ class AllGatherPlan(GatheringPlan):
                             self._launch_first(_gather_wait(work, half), launches, half)
                         driver.wait(stream, side.after)
                         if stream != begun and not transposed:
-                            x.record_stream(side.keep.stream)  # it does not wait for the copies of x's memory
+                            x.record_stream(side.owner)  # it does not wait for the copies of x's memory
                     if own is not None:
                         own.copy_(gathered)
                     if work.open_gather is pending:
@@ -137,7 +136,6 @@ def shard_of(call: OperatorCall) -> tuple[int, int]:
 
 
 def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
-    """Return the shape of the result of a gather."""
     if call.return_gathered:
         return call.gathered_shape
     mp, k = shard_of(call)

@@ -197,13 +197,6 @@ def all_gather(
     return pending
 
 
-def all_gathers_begun(group: dist.ProcessGroup) -> int:
-    """Count the :func:`all_gather` calls of ``group`` that were not held, which tells if a gathered tensor is still
-    valid.
-    """
-    return state_of(group).gathers_begun
-
-
 def _run(call: OperatorCall, backend: str) -> Any:
     """Run ``call`` by its plan, which the first call of its spec makes, and count it."""
     if torch.is_grad_enabled():  # inside an autograd function that is not so, and costs nothing

@@ -94,7 +94,6 @@ class Recordings:
     """The recordings of a plan."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._made: Cache[tuple[object, ...], Recording] = Cache(MOST)
         self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
         self.replayed = 0

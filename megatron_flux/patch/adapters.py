@@ -86,7 +86,6 @@ def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
 
 
 def _found(module: str, name: str) -> Any:
-    """Return a class of a module, if that is imported."""
     return getattr(sys.modules.get(module), name, None)
 
 

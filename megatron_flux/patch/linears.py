@@ -57,7 +57,6 @@ class LinearPatch(StockReasons):
     def __init__(
         self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
-        """See :class:`~megatron_flux.patch.reasons.StockReasons`."""
         super().__init__(config, added, row, te)
         self.patched = False  # megatron-core's own classes run flux
         self.subclasses: dict[type, type] = {}

@@ -83,7 +83,6 @@ def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``original`` with its result converted."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,6 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
 
 
 def _calls(linear: _Linear, config: FluxConfig, training: bool) -> Iterator[_Wanted]:
-    """Yield the calls of a layer."""
     layer, (n, k), m, group = linear.layer, linear.shape, linear.m, linear.layer.tp_group
     backends: Any = backends_of(layer, config.backends)  # stock layers are not among them
     wires = config.wires if linear.fp8 is None else ALL_EXACT

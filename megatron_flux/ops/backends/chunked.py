@@ -88,7 +88,6 @@ class ChunkedBackend(Backend):
     takes_leading_dimensions = True
 
     def __init__(self, name: str = "chunked", wire: str = wires.EXACT) -> None:
-        """``wire``: one of :data:`megatron_flux.settings.WIRES`."""
         self.name, self.wire = name, wire
         self.pieces: int | None = None
         """Pieces of a shard; None chooses by size. For tests."""
@@ -140,7 +139,6 @@ class _Chunked(Work):
     """A call of this backend."""
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """Allocate what the call needs."""
         compare_calls(call)
         super().__init__(call, transport_of(call.group, call.x.device))
         self.wire, self.pieces = backend.wire, pieces or backend.pieces
@@ -158,7 +156,6 @@ class _Gathering(_Chunked):
     gathered: Any
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """See the base class."""
         super().__init__(backend, call, pieces)
         if call.fp8 is not None:
             self.wire = wires.EXACT

@@ -32,7 +32,6 @@ class LocalPlan(Plan):
     """The GEMM alone, in a group of one rank, and of no rows."""
 
     def __init__(self, call: OperatorCall) -> None:
-        """``call``: checked."""
         self.counted = call.operator, "none"
         self._tp, self._shape, self._gathered = call.group.size(), call.result_shape, call.gathered_shape
 

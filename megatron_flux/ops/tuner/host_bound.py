@@ -51,7 +51,6 @@ def weighed(choice: int, turns: Sequence[Timed], first: Sequence[Timed], replays
 
 
 def _host_ms(turns: Sequence[Timed]) -> dict[int, float]:
-    """Return what each candidate takes the host."""
     ms: dict[int, list[float]] = defaultdict(list)
     for turn in turns:
         ms[turn.candidate].append(turn.host)

@@ -497,13 +497,11 @@ def _on_host(sample: Sample) -> Iterator[None]:
 
 
 def _free(begun: Any, ended: Any) -> None:
-    """Keep events that have been read."""
     if isinstance(begun, torch.cuda.Event):
         _events[begun.device.index] += begun, ended
 
 
 def _between(begun: Any, ended: Any) -> float:
-    """Milliseconds."""
     if isinstance(begun, float):
         return (ended - begun) * 1e3
     ended.synchronize()

@@ -111,7 +111,6 @@ class Tuner:
     """See :mod:`megatron_flux.ops.tuner`."""
 
     def __init__(self, backends: Backends) -> None:
-        """Choose from ``backends``."""
         self.backends = backends
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
@@ -290,7 +289,6 @@ class Tuner:
         return None
 
     def _untried(self, call: OperatorCall) -> Entry:
-        """Return what runs ``call`` where nothing may be tried."""
         if call.group.rank() == 0:
             log_once("MEGATRON_FLUX_TUNE is off: calls without a kept plan run stock's GEMM and collective")
         return UNMEASURED
@@ -339,7 +337,6 @@ def _for_any_m(entry: Entry) -> bool:
 
 
 def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:
-    """Return what determines the key of ``call`` beside m."""
     return (operator_of(call), call.n, call.k, call.kind, call.transposed, call.wire, call.x.device, captured)
 
 

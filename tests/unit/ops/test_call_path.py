@@ -13,7 +13,6 @@ import torch
 from megatron_flux import cuda_driver, ops
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import CopyStream
 from megatron_flux.ops import fused
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
 from megatron_flux.ops.call import OperatorCall
@@ -68,7 +67,7 @@ def made(plan: Any, call: OperatorCall, launches: list[Relaunch]) -> Any:
 
 def require_short(call: OperatorCall, plan: Any, run: Callable[[], Any]) -> set[str]:
     """Return the files of the package that a call by ``plan`` visits."""
-    state_of(call.group).plans["auto", call.spec] = plan
+    state_of(call.group).plans["auto", call.key] = plan
     run()
     functions = called(run)
     files = {name.partition(":")[0] for name in functions}
@@ -83,7 +82,7 @@ def test_a_warm_all_gather_gemm_visits_eight_files(driver: Driver, monkeypatch: 
     plan = made(AllGatherGemmPlan(call, KernelConfig(ws=True)), call, [relaunch()] * 2)
     binding = plan._bindings[call.x.shape]
     binding.views = [Views(torch.empty(0), Push([Copy(1000, 0, 64, 1, 64, 2000)], 3000))] * 2
-    plan._side = Side(20, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
+    plan._side = Side(20, 1, 2, None)  # type: ignore[arg-type]
     require_short(call, plan, lambda: ops.all_gather_gemm(call.x, call.weight, call.group))
     assert driver.asked[: len(driver.asked) // 2] == [
         "cuEventRecord",

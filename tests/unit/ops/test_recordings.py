@@ -122,7 +122,7 @@ def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(scene: Scene) ->
     (_, group), *_ = scene.on_ranks()
     x, w, memory = integers(MP, K), integers(N, K), Reused(scene)
     asked = OperatorCall("all_gather_gemm", x, w, group)
-    state_of(group).plans["auto", asked.spec] = plan = ChunkedPlan(scene.backend, asked, None)
+    state_of(group).plans["auto", asked.key] = plan = ChunkedPlan(scene.backend, asked, None)
     plan.counted, plan.options["recordings"] = (asked.operator, "chunked"), Recordings()
     for _ in range(3):
         memory.begin()

@@ -255,9 +255,7 @@ class Agreements:
         return list(values)
 
     def _read(self, number: int, found: dict[int, bytes], ranks: list[int]) -> list[int]:
-        """Add to ``found`` the messages of ``ranks`` that are there, those in the store only together, and return the
-        ranks whose messages are not.
-        """
+        """Move the messages of ``ranks`` that are there, of the store all or none, to ``found``; return the others."""
         for rank, box in self._boxes.items():
             for one, message in box.new():
                 self._came[one, rank] = message
@@ -317,9 +315,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.
 
 
 def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], list[_Result]]:
-    """Begin :func:`of_all_ranks` and return what ends it, with its result; it waits for nobody, but in a meeting.
-    Collective, as the end is, which is called once.
-    """
+    """Begin :func:`of_all_ranks` and return what ends it, once; it waits for nobody, but in a meeting. Collective."""
     agreements = _agreements.get(group)
     if agreements is None:
         agreements = _agreements[group] = Agreements(group)
@@ -327,16 +323,12 @@ def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], 
 
 
 def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
-    """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
-    operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
-    """
+    """All-gather one small object per rank; collective. ``about`` is alike on all ranks. Raises OperatorError."""
     return begin(value, group, about)()
 
 
 def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> list[_Result]:
-    """Run ``work()`` on every rank and return all results; collective. Raises TogetherError on all ranks, with the
-    causes in words, if it raised on one.
-    """
+    """Run ``work()`` on every rank and return all results. Raises TogetherError on all ranks if it raised on one."""
     value: _Result | None = None
     error: Exception | None = None
     try:
@@ -352,9 +344,7 @@ def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) 
 
 
 def first_rank(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> _Result:
-    """Run ``work()`` on the first rank of ``group`` alone and return its result on all; collective. Raises
-    TogetherError on all ranks if it raised there.
-    """
+    """Run ``work()`` on the first rank of ``group`` alone and return its result, or raise TogetherError, on all."""
     return together(group, about, work if group.rank() == 0 else lambda: None)[0]  # type: ignore[return-value, arg-type]
 
 

@@ -118,9 +118,7 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
 def push_of(
     work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
 ) -> Push:
-    """Build the copies of shards ``[mp, k]`` of ``dtype`` into a half of the slab; ``scales``: the shape of a shard's
-    fp32 scales, which travel with its first piece.
-    """
+    """Build the copies of shards ``[mp, k]`` into a half; ``scales``: the shape of a shard's, which go first."""
     rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, 1 if edges == WHOLE else 2
     pitch, epoch, copies = k * size, work.epochs.data_ptr() + 4 * half, []
     places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)

@@ -204,10 +204,7 @@ class GroupState:
         return next((why for one in self._device_links() if (why := one.why_held()) is not None), None)
 
     def free(self) -> None:
-        """Free the GPU memory of slabs and transports; the next calls make them again.
-
-        All ranks do so, with no call under way on any of them, and :meth:`why_held` is None on all.
-        """
+        """Free the GPU memory of slabs and transports; no rank has a call under way, or a :meth:`why_held`."""
         for transport in self._device_links():
             transport.alarm.close()
         self.transports = {key: one for key, one in self.transports.items() if not getattr(one, "device_bytes", 0)}

@@ -265,9 +265,7 @@ class HostGather(_HostCall):
     """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
-        has arrived).
-        """
+        """Yield ``(peer, piece)`` in order of arrival; the current stream is behind it then."""
         run, program, rows = self._link.lanes.run, self._program, self._rows
         for part, laid_out in zip(program.parts[1:], self._next, strict=True):
             run((*laid_out, *program.read), rows)

@@ -134,9 +134,7 @@ def default_layout(tp: int) -> Layout:
 
 
 def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
-    """Cut bytes ``first`` to ``last`` into ``(offset, nbytes)`` of at most ``most`` bytes, as few as possible and of
-    about equal size: a short one costs as much host time as a long one.
-    """
+    """Cut bytes into few ``(offset, nbytes)`` of about equal size: a short one takes the host as long as a long one."""
     total = last - first
     if total <= 0:
         return []

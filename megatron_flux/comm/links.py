@@ -82,9 +82,7 @@ def asked() -> str | None:
 
 
 def by_chunks(link: Link | None) -> bool:
-    """Return True if flux chooses chunked backends over ``link``: over host memory, and over peers' memory if that was
-    asked for. Otherwise it chooses between stock and fused kernels.
-    """
+    """Return True if flux chooses chunked backends over ``link``, not fused: ``host``, or ``p2p`` if asked for."""
     return link is not None and (link.kind == "host" or (link.kind == "p2p" and asked() == "p2p"))
 
 
@@ -196,10 +194,7 @@ def beside(group: dist.ProcessGroup) -> Beside:
 
 
 def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
-    """Return True if fused calls of ``group`` must begin on all ranks together: :meth:`~comm.slab.Slab.start`.
-
-    ``captured``: calls in CUDA graphs. Collective on first use.
-    """
+    """Return True if fused calls begin on all ranks together (:meth:`Slab.start`). Collective on first use."""
     there = state_of(group).beside or beside(group)
     if there.high_priority or (there.others and captured):
         return True

@@ -167,9 +167,7 @@ def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
 def _map_files(
     group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Map every rank's file, which ``allocate`` makes there, and return this process's views of the memory, and its
-    addresses for the device with ``pin``. Raises UserError for several hosts.
-    """
+    """Map every rank's file, which ``allocate`` makes; return its views and, with ``pin``, device addresses."""
     names: list[str] = []
     views: list[np.ndarray] = []
     pinned: list[int] = []
@@ -221,9 +219,7 @@ def host_room() -> tuple[int, int]:
 
 
 def _make_file(nbytes: int, device: torch.device | None = None) -> str:
-    """Make a file of that size and return its name. With a ``device`` its memory is there, near it; else the system
-    allocates what is touched. Raises OSError.
-    """
+    """Make a file, with a ``device`` with memory near it, and return its name. Raises OSError."""
     prefix = "megatron_flux_" if device is None else "megatron_flux_host_"
     handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER)
     try:

@@ -132,9 +132,7 @@ class StreamOrder:
 
 @functools.cache
 def kernels_on(index: int) -> StreamOrder:
-    """Return the order of the GPU's kernels that wait on all SMs: two of them at once, on whatever slabs, could each
-    keep the other's peer waiting.
-    """
+    """Return the order of kernels that wait on all SMs: two at once could each keep the other's peer waiting."""
     return StreamOrder(index)
 
 

@@ -62,9 +62,7 @@ _timeouts = 0
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the limit in seconds of a wait for peers of ``group``. Raises UserError: ``MEGATRON_FLUX_TIMEOUT_S`` is no
-    time.
-    """
+    """Return the limit in seconds of a wait for peers of ``group``. Raises UserError: the variable is no time."""
     given = settings.timeout_s()
     return group_timeout_s(group, device) if given is None else given
 
@@ -95,9 +93,7 @@ class Alarm:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, look: Callable[[], object] | None = None
     ) -> None:
-        """Allocate the words where both the device and the host can reach them. ``look`` is called a few times a second
-        where there is a GPU, for waits that nothing on the device limits.
-        """
+        """``look`` is called a few times a second beside a GPU, for waits that nothing there limits."""
         self._look = look
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)

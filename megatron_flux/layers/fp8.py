@@ -49,9 +49,7 @@ class Rows(NamedTuple):
 
 @dataclass(slots=True)
 class PendingRows:
-    """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`. The local bytes are not kept: the
-    gather does so where it needs them.
-    """
+    """:class:`Rows` under way; the gather keeps the local bytes where it needs them."""
 
     _scale_inv: torch.Tensor  # of the local rows
     _data: Pending
@@ -72,9 +70,7 @@ class PendingRows:
             self._scales.wait()
 
     def wait(self) -> Rows:
-        """Finish the gather. The bytes are valid until the group's next all_gather begins; those that were held, until
-        the next one that is held does.
-        """
+        """Finish the gather. The bytes are valid until the group's next all_gather, of held ones the next held."""
         data = self._data.wait().view(torch.uint8)
         scales = self._scale_inv if self._scales is None else self._scales.wait()
         return Rows(data, scales, self._data.transposed)

@@ -153,9 +153,7 @@ def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: i
 
 
 def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None) -> bool:
-    """Return True if forward returns memory of the caller's own, with the numbers that wgrad would gather, over a slow
-    link or for a user who asks for it.
-    """
+    """Return True if forward's gather is the caller's own, with wgrad's numbers, over a slow link or by request."""
     # Not by `select`, which counts a call.
     group, wire = linear.group, linear.wires.activations
     forward = registry.resolve(linear.backends.forward, x, linear.parameter, group)[0]

@@ -122,9 +122,7 @@ class Precision:
         return dy, saved[5], dy, None
 
     def multiply(self, x: Any, weight: Any, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
-        """Return ``x @ weight.T (+ bias)``, or for dgrad ``x @ weight``, of this rank alone. The bias is added where
-        all_gather_gemm adds it.
-        """
+        """Return ``x @ weight.T (+ bias)``, or for dgrad ``x @ weight``; all_gather_gemm adds the bias so, too."""
         weight = weight if dgrad else weight.t()
         if bias is not None and self.epilogue_bias:
             return torch.addmm(bias, rows(x), weight)

@@ -71,9 +71,7 @@ class ColumnState(LinearState):
     """The ``x`` that forward has gathered and kept; nothing is gathered then."""
 
     def saved_tensors(self, ctx: Any) -> Saved:
-        """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the
-        prefetch.
-        """
+        """Return ``ctx.saved_tensors``, perhaps unpacked already, to the layer's backward; ends the prefetch."""
         saved, self._saved, self._ctx = self._saved, None, None
         return ctx.saved_tensors if saved is None else saved
 
@@ -99,9 +97,7 @@ class ColumnState(LinearState):
             self._pending.settle()
 
     def gathered(self, saved: Saved) -> Any:
-        """Return ``x`` ``[s, b, k]`` for the current stream, gathered anew if another gather began since; None if it
-        was neither kept nor gathered.
-        """
+        """Return ``x`` ``[s, b, k]``, gathered anew if another gather began since; None: neither kept nor gathered."""
         if self.kept is not None:
             kept, self.kept = self.kept, None
             return kept.take()

@@ -105,9 +105,7 @@ class Backend:
     """Operators that it has; ``reference`` runs the others."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Return None if this backend can take these operands, else the reason; ``weight`` is None for an
-        all_gather.
-        """
+        """Return None if this backend can take these operands, else the reason; an all_gather has no weight."""
         return None
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:

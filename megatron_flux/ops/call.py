@@ -209,10 +209,7 @@ class OperatorCall(NamedTuple):
         return self._replace(fp8=self.fp8 and self.fp8.with_aligned_scales(), **copies)
 
     def run(self, backend: Any, **options: Any) -> Any:
-        """Make the call once on ``backend``; ``options``: what only the plans of this backend take.
-
-        Return ``(y, gathered x)`` of an all_gather_gemm, else a Pending.
-        """
+        """Make the call once on ``backend``; return ``(y, gathered x)`` of an all_gather_gemm, else a Pending."""
         result = backend.plan(self, **options).run(self)
         return Pending(result) if isinstance(result, torch.Tensor) else result
 

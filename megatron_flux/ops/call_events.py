@@ -119,9 +119,7 @@ class CallTimer:
         self._segments: list[tuple[Call | GradientReduction, bool, Any, Any]] = []
 
     def begin(self, call: Call | GradientReduction, *, first: bool) -> Any:
-        """Begin a segment of ``call``, which ends when the returned mark is recorded. ``first`` is False for the wait
-        that finishes an earlier segment.
-        """
+        """Begin a segment, which ends when the returned mark is recorded; ``first``: not the wait of an earlier one."""
         start, end = self._mark(call.device), self._mark(call.device)
         self._segments.append((call, first, start, end))
         start.record()

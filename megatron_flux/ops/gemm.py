@@ -43,9 +43,7 @@ def partial(call: OperatorCall) -> torch.Tensor:
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
-    """Return the GEMM of ``call`` alone, for measurements, on this rank's rows, repeated to the gathered size. None if
-    memory is short.
-    """
+    """Return the GEMM of ``call`` alone on this rank's rows, as many as gathered, to measure; None: no memory."""
     x, pair, tp = call.x, call.fp8, call.group.size()
     if call.operator == "all_gather_gemm":
         try:
@@ -61,9 +59,7 @@ def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
 
 
 def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if given: by cuBLASLt where it takes them, else
-    fp32 products of the dequantised numbers, rounded once.
-    """
+    """Compute ``x @ weight.T (+ bias)``, into ``out``: by cuBLASLt where it takes them, else in fp32, rounded once."""
     if pair.blocks:
         pair = pair.with_aligned_scales()
     x, weight = pair.x.one_shard(), pair.weight

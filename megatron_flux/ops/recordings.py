@@ -104,9 +104,7 @@ class Recordings:
         self._failed = False
 
     def find(self, work: Work, beside: str) -> Recording | None:
-        """Return what to replay in place of ``work``, which the second call records; None: run it as it is.
-        ``beside``: see :meth:`~megatron_flux.comm.host_link.HostLink.side`.
-        """
+        """Return what to replay in place of ``work``, which the second call records (``beside`` a stream), or None."""
         link = work.link
         link.check()
         if not link.captures:

@@ -90,11 +90,7 @@ def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device,
 
 
 def gather_rate(link: HostLink, group: dist.ProcessGroup, nbytes: int) -> float:
-    """Return the GB/s that a rank receives while all ranks gather ``nbytes`` of each over ``link``: the best of five.
-
-    Raises:
-        OperatorError: something else has arrived than was sent.
-    """
+    """Return the GB/s that a rank receives, the best of five gathers. Raises OperatorError: what arrives is wrong."""
     numbers = torch.arange(nbytes // 4, dtype=torch.int32, device=link.device)
     ranks = torch.arange(5 * link.tp, dtype=torch.int32, device=link.device).view(5, link.tp, 1) << 24
     mine, received, best = torch.empty_like(numbers), numbers.new_empty(link.tp, len(numbers)), 0.0

@@ -160,9 +160,7 @@ def forward_of(
 def _adapter(
     linears: LinearPatch, base: dict[str, Any], module: torch.nn.Module, form: Form, x: torch.Tensor
 ) -> Adapter | None:
-    """Return the adapter of a call on ``x`` beside a linear with the attributes ``base``, or None where the wrapper's
-    own ``forward`` is to run.
-    """
+    """Return the adapter of a call on ``x`` beside a linear with the attributes ``base``; None: the wrapper's own."""
     inner, outer, row, communicates, scale, _ = form
     group, a, b = inner.tp_group, inner._parameters["weight"], outer._parameters["weight"]
     sequence_parallel = bool(communicates if row else inner.disable_grad_reduce)

@@ -55,10 +55,7 @@ def _look(module: Any, *_: object) -> None:
 
 
 def _switch_on() -> None:
-    """Patch with the defaults. Rank 0 prints one line now and one after the first optimizer step.
-
-    Raises what :func:`megatron_flux.patch` raises: a training that was asked to run flux does not run stock unnoticed.
-    """
+    """Patch, or raise as that does; rank 0 prints one line now and one after the first optimizer step."""
     patcher.patch()
     # Before torch.distributed is initialised only the launcher's variable tells the rank.
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:

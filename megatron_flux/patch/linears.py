@@ -196,9 +196,7 @@ class LinearPatch(StockReasons):
     def counted_forward(
         self, reason: str, linears_of: Callable[[Any], Iterable[tuple[str, Any]]], stock: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by ``linears_of``
-        the module, which gives its linears with their kinds.
-        """
+        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by linear."""
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             for kind, linear in linears_of(module):

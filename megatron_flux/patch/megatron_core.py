@@ -92,10 +92,7 @@ def is_linear(module: object) -> bool:
 
 
 def te_classes() -> dict[str, type]:
-    """Return megatron-core's TransformerEngine layers by kind; none where it could not import TransformerEngine.
-
-    Imports nothing: megatron-core tries to import TransformerEngine wherever it is installed.
-    """
+    """Return megatron-core's TransformerEngine layers by kind; none where it has not imported TransformerEngine."""
     module = sys.modules.get(TE_LAYERS)
     return {kind: getattr(module, name) for kind, name in _TE_CLASSES.items()} if getattr(module, "HAVE_TE", 0) else {}
 
@@ -108,9 +105,7 @@ def linear_classes() -> dict[str, type]:
 
 
 def inference_classes() -> list[tuple[type, str]]:
-    """Return megatron-core's inference-optimized layers, each with the kind of the class that it overrides. Imports
-    nothing.
-    """
+    """Return megatron-core's inference-optimized layers, if imported, with the kinds that they override."""
     module = sys.modules.get(INFERENCE_LAYERS)
     classes = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
     own = [cls for cls in classes if cls.__module__ == INFERENCE_LAYERS and "forward" in vars(cls)]
@@ -161,9 +156,7 @@ def version_of_tree(core: Path) -> str:
 
 
 def check_megatron_core(found: str, *, strict: bool = False) -> Version:
-    """Return the release that the version ``found`` of megatron-core belongs to, which must be supported, or newer with
-    the same code. ``strict`` takes no newer one.
-    """
+    """Return the release of ``found``, which must be supported, or, unless ``strict``, newer with the same code."""
     release, core = release_of(found), _folder()
     if not strict and release is not None and release >= Version(_BEYOND) and core is not None:
         known = shown(SUPPORTED_MEGATRON_CORE)
@@ -200,10 +193,7 @@ def release_of(version_text: str) -> Version | None:
 
 
 def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
-    """Import ``module:qualified.name`` and check that its signature has the parameters.
-
-    Another library's object in its place is not checked: calls run stock through it.
-    """
+    """Check the signature of ``module:qualified.name``, unless it is another library's: calls run stock through it."""
     releases = shown(SUPPORTED_MEGATRON_CORE)
     try:
         target = resolve_name(path)
@@ -235,10 +225,7 @@ def checked_versions(*, strict: bool = False) -> Version:
 
 
 def check_symbols(*, strict: bool = False) -> dict[str, object]:
-    """Check versions and all symbols, over TransformerEngine where megatron-core has that.
-
-    Returns what the installed release has of :data:`ADDED`, with the values that mean "off".
-    """
+    """Check versions and all symbols; return what the installed release has of :data:`ADDED`, with its "off"."""
     release = checked_versions(strict=strict)
     added = {name: off for name, (since, off) in ADDED.items() if release >= Version(since)}
     row = f"{LAYERS}:RowParallelLinear._forward_impl"

@@ -110,10 +110,7 @@ def _install(replacements: Iterable[Replacement]) -> None:
 
 
 def use(config: FluxConfig | None) -> LinearPatch:
-    """Return what the layers of this process run by, from now on with ``config`` if one is given; replace nothing.
-
-    Raises as :func:`patch`.
-    """
+    """Return what layers of this process run by, from now on with ``config`` if given. Raises as :func:`patch`."""
     global _linears
     if config is None and _linears is not None:
         return _linears

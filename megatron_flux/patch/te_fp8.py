@@ -426,9 +426,7 @@ class Fp8Call(Precision):
         return Rows(tensor._data if gathered else tensor._transpose, tensor._scale_inv, not gathered)
 
     def _stored(self, operand: Fp8Operand | Rows, quantizer: Any, *, transposed: bool, square: bool = False) -> Any:
-        """Return an operand, which may be ``transposed``, as TransformerEngine's GEMM takes it. It reads no quantizer;
-        ``square``: blocks are, as a weight's.
-        """
+        """Return an operand as TransformerEngine's GEMM takes it; ``square``: its blocks are, as a weight's."""
         data, scales, dtype = operand.data, operand.scale_inv, quantizer.dtype
         if not self._in_blocks:
             form = {"data": None, "data_transpose": data} if transposed else {"data": data}

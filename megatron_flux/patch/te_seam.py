@@ -70,10 +70,7 @@ _userbuffers = attrgetter(
 
 
 def load(*, strict: bool = False) -> TransformerEngine:
-    """Return the installed TransformerEngine; ``strict``: none that is newer than those known.
-
-    Raises UnsupportedVersionError: its release, or a symbol is missing.
-    """
+    """Return the installed TransformerEngine. Raises UnsupportedVersionError: its release, or a missing symbol."""
     try:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
@@ -113,9 +110,7 @@ class TransformerEngine:
     """The installed TransformerEngine, as far as flux calls or asks it."""
 
     def __init__(self, installed: str, release: Version) -> None:
-        """Find the symbols of ``installed``, a build of ``release``. Raises ImportError, AttributeError: one is
-        missing.
-        """
+        """Find the symbols of ``installed``. Raises ImportError, AttributeError: one is missing."""
         self.installed = installed
         kernels = "transformer_engine_torch"
         self.norms = {
@@ -222,9 +217,7 @@ class TransformerEngine:
 
     @staticmethod
     def returned(layer: Any) -> Returned | None:
-        """Return which output of its norm a ``LayerNormLinear`` also returns. Without sequence parallelism there is
-        only the local one, which is whole.
-        """
+        """Return which norm output a ``LayerNormLinear`` also returns: without sequence parallelism it is whole."""
         if not getattr(layer, "return_layernorm_output", False):
             return None
         gathered = getattr(layer, "return_layernorm_output_gathered", False)

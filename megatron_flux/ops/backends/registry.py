@@ -86,9 +86,7 @@ def plan(call: OperatorCall, name: str) -> Plan:
 def resolve(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, list[str]]:
-    """Return the backend that runs such a call, and why ``auto`` passed others over. Raises UserError: unknown name, or
-    a backend asked for by name that cannot take these operands.
-    """
+    """Return a call's backend, and why ``auto`` passed others over. Raises UserError: unknown, or cannot take it."""
     if name == "auto":
         reasons: list[str] = []
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing

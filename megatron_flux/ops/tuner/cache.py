@@ -92,9 +92,7 @@ def cache_path() -> Path:
 
 
 def find(key: str, m: int) -> dict[int, Entry]:
-    """Return the entries under ``key``, whose rows are ``m``, and under those that differ from it in their rows alone,
-    by these. Log what is wrong with the file or its entries.
-    """
+    """Return entries like that under ``key``, which is of ``m`` rows, by their rows; log what is wrong with them."""
     path, found = cache_path(), dict[int, Entry]()
     try:
         kept = load(path)

@@ -77,9 +77,7 @@ def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
 
 
 def list_plans(call: OperatorCall, full: bool, divides: bool) -> list[Plan]:
-    """Return the plans to try, the choice by rule first; ``full``: all of them, not :data:`SHORT`. ``divides``: kernels
-    may divide tiles of the last round.
-    """
+    """Return the plans to try, the choice by rule first; ``full``: all. ``divides``: kernels may divide rounds."""
     tp = call.group.size()
     if call.operator == "gemm_all_reduce":
         return [*all_reduce_candidates(call)]

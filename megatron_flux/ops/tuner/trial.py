@@ -176,9 +176,7 @@ class Trial:
         return end
 
     def enqueued(self, cuda: bool) -> Sample:
-        """Note that the latest timed turn has been enqueued, and return it. If the GPU has come to its begin by now, it
-        waits for the host there, and what is timed is the host.
-        """
+        """Return the latest timed turn. If the GPU has come to its begin by now, what is timed is the host."""
         sample = self._samples[-1]
         sample.host = (time.perf_counter() - sample.since) * 1e3
         sample.busy = not (cuda and sample.begun.query())
@@ -345,9 +343,7 @@ class TrialPlan(Plan):
         backends: Backends,
         decided: Callable[..., Entry],
     ) -> None:
-        """``decided`` is called with the call, the entry once there is one, and all entries that have run; it returns
-        what such calls run from then on.
-        """
+        """``decided`` gets the call, its entry and those that have run; it returns what such calls run from then on."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received

@@ -197,9 +197,7 @@ class Tuner:
         return plan
 
     def _known(self, call: OperatorCall, entry: Entry) -> Plan:
-        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run that of the nearest
-        m that is, or stock.
-        """
+        """Return a plan of ``entry``: until its kernels are compiled that of the nearest m that is, or stock."""
         if entry.plan is None or call.captured:
             return self._planned(call, entry)
         decisions, alike = self.decisions(call.group), call.alike
@@ -270,9 +268,7 @@ class Tuner:
         return next((entry for entry in found if entry is not None), None)
 
     def _looked_up(self, call: OperatorCall) -> Entry | None:
-        """Return the entry of ``call``, or of the nearest m in its bucket; of calls that are captured that of eager
-        ones, where there is no other.
-        """
+        """Return the entry of ``call``, or of the nearest m in its bucket; for captured calls also an eager one."""
         m = call.m
         for mode in _modes(call):
             kind = self._kind(call, mode)
@@ -305,9 +301,7 @@ class Tuner:
         return entry
 
     def _kind(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Kind:
-        """Return what is known of such calls; files are read once or ``anew``. Collective that time: a later m costs
-        neither a file's reading nor a word between ranks.
-        """
+        """Return what is known of such calls of any m; files are read once or ``anew``, which is collective."""
         kinds, of, m = self.decisions(call.group).kinds, _differ_in_m(call, captured), call.m
         kind = kinds.get(of)
         if kind is None or anew:
@@ -323,9 +317,7 @@ class Tuner:
 
 
 def _kept(key: str, m: int) -> dict[int, Entry]:
-    """Return the file's entries for calls like that under ``key``, whose rows are ``m``, by m, and those that ship for
-    buckets where it has none.
-    """
+    """Return the file's entries for such calls by m, and those that ship for buckets where it has none."""
     own = cache.find(key, m)
     buckets = {_bucket(other) for other in own}
     return {other: one for other, one in shipped.find(key, m).items() if _bucket(other) not in buckets} | own

@@ -74,7 +74,7 @@ def wgrad_of(call: OperatorCall) -> Callable[[], Any]:
 
 def decide_in_graphs(call: OperatorCall, entries: list[Entry], backends: Backends) -> Entry:
     """Time graphs of :data:`CALLS` calls of each candidate, stock first, and return the fastest. Collective."""
-    processes, ways = backends.processes(call.group), dict[str, Callable[[], None]]()
+    ways = dict[str, Callable[[], None]]()
     by_label = {entry.label: entry for entry in entries}
     for label, entry in by_label.items():
         replay, error = None, None
@@ -83,13 +83,13 @@ def decide_in_graphs(call: OperatorCall, entries: list[Entry], backends: Backend
         except Exception as raised:  # as of any candidate that cannot run
             error = raised
         about = f"{words_of(call)} with {label}, in a CUDA graph"
-        if (why := failed_alike(processes, about, error)) is None:
+        if (why := failed_alike(call.group, about, error)) is None:
             assert replay is not None  # noqa: S101 - nothing was raised
             ways[label] = replay
             continue
         if entry is entries[0]:
             raise OperatorError(f"{about} cannot run ({why})") from error
-        if processes.rank() == 0:
+        if call.group.rank() == 0:
             logger.warning("megatron_flux: %s cannot run and is not considered (%s)", about, why)
         backends.renew(entry, call.group)
     found = timing.rounds(ways, call.group, call.x.device, ROUNDS, BURST)

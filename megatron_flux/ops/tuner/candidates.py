@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -28,10 +28,6 @@ SHORT = 4
 UNMEASURED = Entry(backend="reference")
 
 
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
 @dataclass(frozen=True)
 class Backends:
     """The backends that the tuner chooses from."""
@@ -39,8 +35,6 @@ class Backends:
     reference: ReferenceBackend
     fused: FusedBackend
     chunked: Mapping[str, ChunkedBackend] = field(default_factory=dict)  # by name
-    processes: Callable[[dist.ProcessGroup], dist.ProcessGroup] = _itself
-    """The processes that take part in calls of a group; tests emulate ranks."""
 
     def plan(self, call: OperatorCall, entry: Entry) -> CallPlan:
         """Plan calls like ``call`` as ``entry`` says."""
@@ -63,7 +57,7 @@ def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list
     if keys.by_chunks(call.x, call.group):
         return [UNMEASURED, *_chunked(call, backends)]
     about, divides = f"candidates of {keys.words_of(call)}", may_divide(call)
-    plans = agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divides))
+    plans = agreement.first_rank(call.group, about, lambda: list_plans(call, full, divides))
     return [UNMEASURED, *(Entry(backend="fused", plan=plan) for plan in plans)]
 
 

@@ -147,14 +147,14 @@ class Trial:
         self._answers: Callable[[], list[Any]] | None = None
         """What all ranks have sent of this round, once this one has."""
 
-    def turn(self, call: OperatorCall, processes: dist.ProcessGroup) -> Turn | None:
+    def turn(self, call: OperatorCall) -> Turn | None:
         """Return the turn of the next call, None once all is decided. Collective towards the end of a round."""
         if self.decided is None:
             left = len(self._round) - self._at
             if left <= self._ahead and self._answers is None:
-                self._send(call, processes)
+                self._send(call)
             if left == 0:
-                self._end_round(call, processes)
+                self._end_round(call)
         if self.decided is not None:
             return None
         self._at += 1
@@ -182,11 +182,11 @@ class Trial:
         sample.busy = not (cuda and sample.begun.query())
         return sample
 
-    def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
+    def leave_out(self, candidate: int, why: str, group: dist.ProcessGroup) -> None:
         """Run a candidate no more; alike on all ranks."""
         self.failed.add(candidate)
         self._round = [*self._round[: self._at], *(t for t in self._round[self._at :] if t.candidate != candidate)]
-        if processes.rank() == 0:
+        if group.rank() == 0:
             label = self.entries[candidate].label
             logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about, label, why)
 
@@ -215,16 +215,16 @@ class Trial:
     def _look(self, candidate: int) -> list[Turn]:
         return [Turn(candidate, timed=timed) for timed in (False, True, True)]
 
-    def _send(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+    def _send(self, call: OperatorCall) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
         mine = [
             None if one.ended is None else (_between(one.begun, one.ended), one.busy, one.host) for one in self._samples
         ]
         states = [_state(futures, call) for futures in self.futures]
-        self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
+        self._answers = agreement.begin((mine, states), call.group, f"trying candidates of {self.about}")
         self.rounds += 1
 
-    def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+    def _end_round(self, call: OperatorCall) -> None:
         assert self._answers is not None  # noqa: S101 - the caller has sent its own
         end, self._answers = self._answers, None  # a call that is made again after an error asks again
         answers, samples, self._samples = end(), self._samples, []
@@ -242,7 +242,7 @@ class Trial:
             found = [states[i] for _, states in answers]
             why = next((state for state in found if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
-                self.leave_out(i, why, processes)
+                self.leave_out(i, why, call.group)
             if all(state is True for state in found):
                 self.compiled[i] = self.rounds
         known = self._known()
@@ -250,7 +250,7 @@ class Trial:
             self.choice = min(known, key=self._rank_of, default=0)
             if not self._sure(known) and self._likely in known:
                 self.choice = self._likely
-        turns = self._next_turns(known, processes)
+        turns = self._next_turns(known, call.group)
         if turns is None and self._is_known:
             self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
@@ -290,7 +290,7 @@ class Trial:
         a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self._telling())
         return {self.entries[i].label: round(m * a_row * math.exp(effect), 4) for i, effect in medians.items()}
 
-    def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
+    def _next_turns(self, known: list[int], group: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if len(self.entries) == 1:
             return None
@@ -306,7 +306,7 @@ class Trial:
             return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
             if looks == LOOKS and i not in known and i not in self.failed:
-                self.leave_out(i, "no call had an m that it can run, or was waited for", processes)
+                self.leave_out(i, "no call had an m that it can run, or was waited for", group)
         left = [i for i in range(len(self.entries)) if i not in self.failed]
         ready = [i for i in left if self.compiled[i] == self.rounds]
         if new := [i for i in ready if i not in known]:
@@ -361,7 +361,7 @@ class TrialPlan(Plan):
         trial = self._trial
         if self._compiles:
             self._compile(call)
-        turn = trial.turn(call, self._backends.processes(call.group))
+        turn = trial.turn(call)
         if turn is None:
             return self._end(call)
         candidate = turn.candidate
@@ -383,12 +383,13 @@ class TrialPlan(Plan):
 
     def _try(self, candidate: int, call: OperatorCall) -> Any:
         """Make the first call of a candidate; that of the next one where it fails."""
-        trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)
+        trial, entry, group = self._trial, self._trial.entries[candidate], call.group
         about, result, error = f"{trial.about} with {entry.label}", None, None
         try:
-            _check(call.group)
+            for slab in list(state_of(group).slabs.values()):
+                slab.check()
         except OperatorError as broken:  # not this candidate's fault: peers that have got as far hear so and raise, too
-            agreement.of_all_ranks(one_line(broken), processes, f"calls before {about}")
+            agreement.of_all_ranks(one_line(broken), group, f"calls before {about}")
             raise
         try:
             result = self._plan(candidate, call).run(call)
@@ -396,11 +397,11 @@ class TrialPlan(Plan):
             raise
         except Exception as raised:
             error = raised
-        if (why := failed_alike(processes, about, error)) is None:
+        if (why := failed_alike(group, about, error)) is None:
             trial.tried.add(candidate)
             return result
-        trial.leave_out(candidate, why, processes)
-        self._backends.renew(entry, call.group)
+        trial.leave_out(candidate, why, group)
+        self._backends.renew(entry, group)
         return self.run(call)
 
     def _compile(self, call: OperatorCall) -> None:
@@ -436,22 +437,16 @@ class TrialPlan(Plan):
         return plan.run(call)
 
 
-def _check(group: dist.ProcessGroup) -> None:
-    """Raise OperatorError if an earlier call of ``group`` was broken off."""
-    for slab in list(state_of(group).slabs.values()):
-        slab.check()
-
-
-def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:
+def failed_alike(group: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:
     """Return why what all ranks have just tried has failed on all of them; None: on none. Collective. Raises
     OperatorError on all: it has failed on some. ``error``: this rank's.
     """
     mine = None if error is None else f"{type(error).__name__}: {one_line(error)}"
-    failed = agreement.failures(processes, f"trying {about}", mine)
+    failed = agreement.failures(group, f"trying {about}", mine)
     if not failed:
         return None
     reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-    if len(failed) < processes.size():
+    if len(failed) < group.size():
         raise OperatorError(
             f"{about} failed on some ranks ({reasons}) and not on the others, whose kernels wait for them; set "
             "MEGATRON_FLUX_TUNE=off to train with the plans that are known"

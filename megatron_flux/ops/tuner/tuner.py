@@ -174,9 +174,9 @@ class Tuner:
                 entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
             else:
                 entry = alone.decide(call, self._trial(call, (*call.alike, "alone", call.m), full=full), self.backends)
-            measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
+            measured = self._keep(call, entry, later=False)
             if measured.ms:
-                agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
+                agreement.first_rank(call.group, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         elif entry.run is not None and entry.plan is not None:  # its kernels were not compiled here by a trial
             entry = alone.decide(call, self._compiling(call, entry), self.backends)
         kind.entries[m] = entry
@@ -185,9 +185,9 @@ class Tuner:
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
         """Return True if what is not known may be tried. Collective the first time."""
-        decisions, processes = self.decisions(group), self.backends.processes(group)
+        decisions = self.decisions(group)
         if decisions.tries is None:
-            decisions.tries = agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)
+            decisions.tries = agreement.first_rank(group, "MEGATRON_FLUX_TUNE", tunes)
         return decisions.tries
 
     def _planned(self, call: OperatorCall, entry: Entry) -> Plan:
@@ -306,7 +306,7 @@ class Tuner:
         kind = kinds.get(of)
         if kind is None or anew:
             key, about = key_of(call, captured=captured), f"plans kept for {words_of(call)}"
-            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: _kept(key, m))
+            found = agreement.first_rank(call.group, about, lambda: _kept(key, m))
             if kind is None:
                 kind = kinds[of] = Kind(key, m)
             for other, entry in found.items():

@@ -59,7 +59,6 @@ Address = tuple[int, int, bytes]
 MEET_EVERY = 10_000
 """Agreements, of some hundred bytes each, between two meetings of a group that has boxes."""
 _LOOK_S = 0.5
-"""Seconds between two looks at the peers' processes."""
 _SPIN_S = 0.0001
 """Seconds of a wait that are spent awake: a thread that sleeps wakes up 0.05 to 0.1 ms late."""
 _MAX_PAUSE_S = 0.02
@@ -166,7 +165,6 @@ class Agreements:
         self._box: Box | None = None
         """This rank's box, if messages go that way."""
         self._boxes: dict[int, Box] = {}
-        """Peers' boxes, if messages go that way."""
         self._came: dict[tuple[int, int], bytes] = {}
         """What has come in boxes, by number and rank."""
 

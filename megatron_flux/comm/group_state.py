@@ -120,7 +120,6 @@ class GroupState:
         self.further: Cache[Hashable, Any] = Cache()
         """How a tuner's calls of a further m run, by what these have in common. It holds plans of :attr:`fused`."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """A tuner's plans for this group."""
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -90,7 +90,6 @@ class HostLink:
     kind = "host"
     through = "host memory"
     captures = True
-    """Its calls may become part of CUDA graphs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout | None = None) -> None:
         """Collective. Raises UserError if there is no shared memory for it, or not enough."""
@@ -101,13 +100,11 @@ class HostLink:
         self._regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, self.layout, self._regions)
         self.alarm = progress.alarm
-        """Alarm of its waits."""
         self._programs: Cache[tuple[str, str, tuple[int, ...], int, bool], Program] = Cache()
         self._latest: HostGather | HostExchange | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
         self.number = next(_numbers)
-        """Of this link among all of the process."""
         self._replayed_on: int | None = None
         """The stream of the latest call if that was replayed. Else lanes are behind all replays."""
         self._sides: dict[tuple[int, str], Side] = {}
@@ -214,8 +211,7 @@ class HostLink:
         return program
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
-        build = host_schedule.gather if kind == "gather" else host_schedule.exchange
-        return build(self.layout, self.rank, self._regions.lanes, cuts)
+        return host_schedule.program(self.layout, self.rank, self._regions.lanes, cuts, exchange=kind == "exchange")
 
 
 class _HostCall:

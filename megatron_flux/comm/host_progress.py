@@ -43,7 +43,6 @@ from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
 
 CODES = {name: code for code, name in OPERATORS.items() if code >= 5}
-"""Operator codes in this link's alarms."""
 _EPOCHS = 0x7FFFFFFF
 """Epochs count to this and begin again at 0: an alarm has signed words."""
 _RELEASE_S = 10.0

@@ -155,7 +155,6 @@ class Program:
     """Everything a rank enqueues for one call."""
 
     nbytes: int
-    """Size of a block."""
     operator: str = ""
     parts: list[Part] = field(default_factory=list)
     """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
@@ -216,7 +215,6 @@ class ProgramBuilder:
         self.words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
         """To be written with each lane's next step."""
         self.steps: list[Enqueued] = []
-        """Of the current part."""
         self._region, self._exchange = region, exchange
 
     def step(self, lane: int, transfer: Transfer = NOTHING, *, last: bool = False) -> None:
@@ -266,59 +264,42 @@ class ProgramBuilder:
                 self.end_part(ends[end])
 
 
-def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of a gather whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions."""
-    tp, own = layout.tp, regions[rank]
-    peers = [(rank + d) % tp for d in range(1, tp)]
-    writes, reads, last_use = [], [], dict[int, int]()
-    for use, (piece, offset, nbytes) in enumerate(
-        (piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every
-    ):
-        last_use[piece] = use
-        words = {peer: own + layout.word(use, peer) for peer in peers}
-        writes.append(Transfer(
-            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],
-            [Copy(tp, offset, own + layout.slot(use), nbytes)],
-            [WordOp(WRITE, word, FULL) for word in words.values()],
-        ))  # fmt: skip
-        words = {peer: regions[peer] + layout.word(use, rank) for peer in peers}
-        reads.append(Transfer(
-            [(WordOp(WAIT, word, FULL), Wait(peer, peer)) for peer, word in words.items()],
-            [Copy(peer, offset, regions[peer] + layout.slot(use), nbytes) for peer in peers],
-            [WordOp(WRITE, word, EMPTY) for word in words.values()],
-        ))  # fmt: skip
-    builder = ProgramBuilder(own, cuts[-1], exchange=False)
-    ends = {use: [(peer, piece) for peer in peers] for piece, use in last_use.items()}
-    builder.interleave(layout.slots, writes, reads, ends=ends)
-    return builder.program
+def program(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int], *, exchange: bool) -> Program:
+    """Build the program of a call whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions.
 
-
-def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of an exchange whose blocks are cut at ``cuts``. In step ``d`` of a piece rank ``r`` sends to
-    ``r + d``. What is sent to a peer begins at its number of blocks.
+    A gather's chunks are for all peers. In step ``d`` of a piece of an exchange rank ``r`` sends to ``r + d``; what is
+    sent to a peer begins at its number of blocks.
     """
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
-    writes, reads, last_use = [], [], dict[tuple[int, int], int]()
-    for use, (piece, peer, offset, nbytes) in enumerate(
-        (piece, peer, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for peer in peers for chunk in every
-    ):
-        source = (2 * rank - peer) % tp  # that sends to this rank while this one sends to the peer
-        last_use[peer, piece] = use
-        writes.append(Transfer(
-            # Any of them may have read this slot last.
-            [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to)) for to in peers],
-            [Copy(tp, peer * cuts[-1] + offset, own + layout.slot(use), nbytes)],
-            [WordOp(WRITE, own + layout.word(use, peer), FULL)],
-        ))  # fmt: skip
-        word = regions[source] + layout.word(use, rank)
-        reads.append(Transfer(
-            [(WordOp(WAIT, word, FULL), Wait(source, rank))],
-            [Copy(source, offset, regions[source] + layout.slot(use), nbytes)],
-            [WordOp(WRITE, word, EMPTY)],
-        ))  # fmt: skip
-    builder = ProgramBuilder(own, cuts[-1], exchange=True)
-    *but_last, last = last_use
-    builder.interleave(layout.slots, writes, reads, ends={last_use[block]: [block] for block in but_last})
-    builder.end_part([last])
+    writes: list[Transfer] = []
+    reads: list[Transfer] = []
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for piece, every in enumerate(layout.chunks(cuts)):
+        for targets in [[peer] for peer in peers] if exchange else [peers]:
+            # In an exchange one peer sends to this rank while this one sends to another.
+            sources = [(2 * rank - peer) % tp for peer in targets] if exchange else targets
+            begin = targets[0] * cuts[-1] if exchange else 0
+            for use, (offset, nbytes) in enumerate(every, len(writes)):
+                writes.append(Transfer(
+                    # Any of them may have read this slot last.
+                    [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to if exchange else rank))
+                     for to in peers],
+                    [Copy(tp, begin + offset, own + layout.slot(use), nbytes)],
+                    [WordOp(WRITE, own + layout.word(use, to), FULL) for to in targets],
+                ))  # fmt: skip
+                words = {source: regions[source] + layout.word(use, rank) for source in sources}
+                reads.append(Transfer(
+                    [(WordOp(WAIT, word, FULL), Wait(source, rank if exchange else source))
+                     for source, word in words.items()],
+                    [Copy(source, offset, regions[source] + layout.slot(use), nbytes) for source in sources],
+                    [WordOp(WRITE, word, EMPTY) for word in words.values()],
+                ))  # fmt: skip
+            if every:
+                ends[len(writes) - 1] = [(peer, piece) for peer in targets]
+    builder = ProgramBuilder(own, cuts[-1], exchange=exchange)
+    rest = ends.popitem()[1] if exchange else None
+    builder.interleave(layout.slots, writes, reads, ends=ends)
+    if rest is not None:
+        builder.end_part(rest)
     return builder.program

@@ -68,17 +68,12 @@ class Wanted:
     """Raise where a link cannot be used, instead of using a slower one."""
 
 
-_wanted = Wanted()
-
-
-def wanted() -> Wanted:
-    """Return the current request."""
-    return _wanted
+wanted = Wanted()
 
 
 def asked() -> str | None:
     """Return the strongest link that the user allows; None if nothing was asked for."""
-    return _wanted.link or settings.link()
+    return wanted.link or settings.link()
 
 
 def by_chunks(link: Link | None) -> bool:
@@ -93,10 +88,10 @@ def name(link: Link) -> str:
 
 def want(what: Wanted) -> None:
     """Set the request on all ranks; a change drops the plans of all groups."""
-    global _wanted
-    if what == _wanted:
+    global wanted
+    if what == wanted:
         return
-    _wanted = what
+    wanted = what
     for state in all_states():
         state.link = None
         state.transports.clear()
@@ -125,18 +120,14 @@ def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Li
     return Link(link, f"asked for, where there is {there.kind}")
 
 
-def _index(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()
-
-
 def _gpu(device: torch.device) -> tuple[str, str]:
     """Return this rank's host and the UUID of its GPU."""
-    return socket.gethostname(), str(torch.cuda.get_device_properties(_index(device)).uuid)
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _link(group: dist.ProcessGroup, device: torch.device, gpus: list[tuple[str, str]]) -> Link:
     """Return the link that this rank sees between the ``gpus`` of all ranks (:func:`_gpu`)."""
-    index = _index(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
     hosts, uuids = zip(*gpus, strict=True)
     if len(set(hosts)) > 1:
         return Link("none", "the group spans several hosts")

@@ -28,7 +28,7 @@ import os
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,25 +226,16 @@ def _make_file(nbytes: int, device: torch.device | None = None) -> str:
         if device is None:
             os.ftruncate(handle, nbytes)
         else:
-            with _on_processors_near(device):
+            # What a thread allocates lies on the NUMA node that it runs on: that of the GPU, where it may run there.
+            allowed = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, allowed & nvml.processors(device) or allowed)
+            try:
                 os.posix_fallocate(handle, 0, nbytes)
+            finally:
+                os.sched_setaffinity(0, allowed)
     except BaseException:
         os.unlink(name)
         raise
     finally:
         os.close(handle)
     return name
-
-
-@contextlib.contextmanager
-def _on_processors_near(device: torch.device) -> Iterator[None]:
-    """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
-    allowed = os.sched_getaffinity(0)
-    near = allowed & nvml.processors(device)
-    if near:
-        os.sched_setaffinity(0, near)
-    try:
-        yield
-    finally:
-        if near:
-            os.sched_setaffinity(0, allowed)

@@ -104,8 +104,7 @@ class Alarm:
         self._poison: str | None = None
         self._told = self._counted = False
         self.seconds = timeout_s(group, device)
-        self.limit = min(int(self.seconds * 1e9), _MAX_LIMIT)
-        """Nanoseconds."""
+        self.limit = min(int(self.seconds * 1e9), _MAX_LIMIT)  # nanoseconds
         if cuda:
             self.open()
             _start()
@@ -157,13 +156,10 @@ class Alarm:
             if self._look is not None:
                 self._look()
         finally:
-            self._log_once()
-
-    def _log_once(self) -> None:
-        text = self.message()
-        if text is not None and not self._told:
-            self._told = True
-            threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
+            text = self.message()
+            if text is not None and not self._told:
+                self._told = True
+                threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
 
     def open(self) -> None:
         """Watch it for as long as it lives, or until it is closed."""

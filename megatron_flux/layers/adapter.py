@@ -49,13 +49,11 @@ class Adapter:
     a: torch.Tensor  # [R/tp, k], of a row-parallel linear [R, k/tp]
     b: torch.Tensor  # [n/tp, R]
     scale: float
-    row: bool
-    """It is that of a row-parallel linear."""
+    row: bool  # of a row-parallel linear
     sequence_parallel: bool
     group: dist.ProcessGroup
     backends: Backends
     main_grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """To which the gradients of ``a`` and ``b`` are added."""
     autocast: torch.dtype | None = None
     linear: LinearState | None = None
     """That of a row-parallel linear which adds this adapter's ``dx`` to its own."""

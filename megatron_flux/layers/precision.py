@@ -22,7 +22,6 @@ from megatron_flux.config import Backends, Wires
 from megatron_flux.layers.backward import accumulate, rows, unread_gradient
 
 Saved = tuple[Any, ...]
-"""Tensors or None."""
 
 
 class Norm(NamedTuple):
@@ -65,8 +64,7 @@ class LinearState:
     group: dist.ProcessGroup
     backends: Backends
     wires: Wires
-    autocast: torch.dtype | None
-    """Result of :func:`~megatron_flux.layers.backward.autocast_of` in forward."""
+    autocast: torch.dtype | None  # in forward
     sequence_parallel: bool
     """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision

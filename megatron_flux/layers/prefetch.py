@@ -61,11 +61,9 @@ class ColumnState(LinearState):
     deferred: Callable[[torch.Tensor], bool] | None = None
     """Takes ``dy`` for a wgrad that its owner computes later, with an input that it has too. False: not this time."""
     gather_ahead: bool = False
-    """A row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None
     _saved: Saved | None = None
     _pending: Any = None
-    """The gather that was started, from :meth:`~layers.precision.Precision.gather_x`."""
     _begun: int = 0
     kept: Kept | None = None
     """The ``x`` that forward has gathered and kept; nothing is gathered then."""

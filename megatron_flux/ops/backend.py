@@ -100,7 +100,6 @@ class Backend:
     takes_leading_dimensions = False
     """Its methods take a contiguous ``x`` ``[..., k]``, and return results with the same leading dimensions."""
     wire = WIRES[0]
-    """Wire format of its gathers."""
     operators: Collection[str] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
     """Operators that it has; ``reference`` runs the others."""
 

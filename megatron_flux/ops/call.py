@@ -34,7 +34,6 @@ ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GATHERING = frozenset({"all_gather_gemm", "all_gather"})
-"""Operators that gather the rows of x."""
 
 COMPARED_M = 8
 """Values of m of otherwise equal calls that ranks compare before they make the call."""

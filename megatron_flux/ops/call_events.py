@@ -147,7 +147,6 @@ class CallTimer:
 _OFF: dict[str, Any] = {"timer": None, "ranges": False, "nvtx": False}
 _state = dict(_OFF)
 watching = False
-"""True while any call is timed or named."""
 
 
 @contextmanager

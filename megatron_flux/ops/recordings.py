@@ -97,9 +97,7 @@ class Recordings:
         self._made: Cache[tuple[object, ...], Recording] = Cache(MOST)
         self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
         self.replayed = 0
-        """Calls so far."""
         self.number = 0
-        """Recordings that were made."""
         self._since = 0
         self._failed = False
 

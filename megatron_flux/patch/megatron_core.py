@@ -41,7 +41,6 @@ REPLACED = {
 TE_REPLACED = {f"{TE_LAYERS}:{name}.forward": _X for name in _TE_CLASSES.values()}
 """Replaced methods and parameters where megatron-core has TransformerEngine; the last two inherit the method."""
 _LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
-"""The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
 those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""
@@ -50,7 +49,6 @@ _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
 )
-"""Parameters in every release."""
 
 
 ADDED: dict[str, tuple[str, object]] = {

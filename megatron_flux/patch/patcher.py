@@ -70,7 +70,6 @@ class Replacement(NamedTuple):
 
 
 was_patched = False
-"""True once :func:`patch` has been called."""
 _linears: LinearPatch | None = None
 _replacements: list[Replacement] = []
 

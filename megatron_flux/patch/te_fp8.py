@@ -74,7 +74,6 @@ _API = {
     "split_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
     "split_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
 }
-"""Symbols of all supported releases, by the name that they have here."""
 _API_BY_RELEASE = {
     "quantize_weight": "transformer_engine.pytorch.module.base:quantize_weight",
     "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",

@@ -44,7 +44,6 @@ from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8, gemm
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
 NEWEST = "2.20.2"
-"""The newest known release."""
 
 NEWEST_SEAMS = {
     "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",

@@ -55,11 +55,6 @@ COUNTS, LEAST_BYTES = (2, 4, 8, 16), 1 << 20
 """Numbers of pieces that the tuner tries, and the smallest piece."""
 
 
-def pieces_of(rows: int, width: int) -> int:
-    """Return the number of pieces of a shard of ``rows`` of ``width`` bytes."""
-    return max(1, min(MOST_PIECES, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
-
-
 def piece_counts(call: OperatorCall) -> list[int]:
     """Return the possible numbers of pieces for a shard of ``call``."""
     scatters = call.operator == "gemm_reduce_scatter"
@@ -94,7 +89,12 @@ class ChunkedBackend(Backend):
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return the first limit that these operands meet, or None."""
-        return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
+        if not x.is_cuda or not capturing(x):
+            return None
+        if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
+            return "its transport would have to be made while a CUDA graph is captured; run it once before"
+        by = transport_of(group, x.device)
+        return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
         """See the base class; ``pieces`` of a shard, None: by its size."""
@@ -316,7 +316,8 @@ class _Cut(NamedTuple):
 def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int, tp: int, rank: int) -> _Cut:
     """Cut shards of ``rows`` x ``width``; pieces begin at multiples of ``at_once`` rows."""
     blocks = -(-rows // at_once)
-    count = max(1, min(pieces, blocks)) if pieces else min(pieces_of(rows, width * itemsize), blocks)
+    wanted = pieces or min(MOST_PIECES, rows * width * itemsize // PIECE_BYTES, rows // LEAST_ROWS)
+    count = max(1, min(wanted, blocks))
     by_rows = [min(rows, blocks * piece // count * at_once) for piece in range(count + 1)]
     of_pieces = [last - first for first, last in itertools.pairwise(by_rows)]
     cuts = itertools.accumulate((wires.nbytes(wire, some, width, itemsize) for some in of_pieces), initial=0)
@@ -356,11 +357,3 @@ def _gemm_of_blocks(call: OperatorCall, x: torch.Tensor, cut: _Cut) -> Callable[
     if addends:
         return lambda at, out: torch.addmm(addends[at], blocks[at], weight, out=out)
     return lambda at, out: gemm(blocks[at], weight, out=out)
-
-
-def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-    """Return why a call on ``x`` cannot be part of a CUDA graph, or None."""
-    if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
-        return "its transport would have to be made while a CUDA graph is captured; run it once before"
-    by = transport_of(group, x.device)
-    return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"

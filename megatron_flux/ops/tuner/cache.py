@@ -26,7 +26,6 @@ Plan = KernelConfig | AllReduceConfig
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 
 _PLANS: dict[bool, TypeAdapter[Any]] = {True: TypeAdapter(AllReduceConfig), False: TypeAdapter(KernelConfig)}
-"""Validators of plans; the key is True for gemm_all_reduce."""
 
 
 class Entry(BaseModel):
@@ -36,9 +35,7 @@ class Entry(BaseModel):
 
     backend: Literal["reference", "fused", "chunked", "chunked_int8"]
     plan: SkipValidation[Plan | None] = None
-    """Plan of ``fused``."""
     pieces: Annotated[int, Field(ge=1)] | None = None
-    """Number of pieces of a chunked backend."""
     ms: dict[str, Milliseconds] = {}
     """Median times, by candidate; empty: not measured, or the plan of another m."""
     run: str | None = None

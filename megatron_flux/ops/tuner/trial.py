@@ -88,12 +88,9 @@ class Sample:
     rows: int
     begun: Any  # an event, or the clock
     since: float = 0.0
-    """By the host's clock."""
     ended: Any = None
     busy: bool = True
-    """The GPU was behind the host."""
     host: float = 0.0
-    """Milliseconds that the host took to enqueue it."""
 
 
 class Trial:
@@ -116,7 +113,6 @@ class Trial:
         self._first: list[Timed] = []
         """The first ones of those in the finals: beside first calls."""
         self.replays_ms: dict[int, float] = {}
-        """By candidate, what a replayed call takes the host."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
@@ -133,7 +129,6 @@ class Trial:
         self.close = list(entries)
         """Those that may be the fastest of another m, too."""
         self.turns = 0
-        """Calls so far."""
         self.choice = self._meanwhile = meanwhile
         """The fastest so far."""
         self._finals = 0
@@ -143,7 +138,6 @@ class Trial:
         self._at = self._ahead = 0
         self._begin_round([] if known else self._look(0), GAP * MOST_GAPS if known else GAP)
         self._samples: list[Sample] = []
-        """Of this round."""
         self._answers: Callable[[], list[Any]] | None = None
         """What all ranks have sent of this round, once this one has."""
 

@@ -4,7 +4,7 @@ All ranks of a group make the same calls in the same order. Every new ``(operato
 compared over the group once, so that ranks that differ get an error instead of a hang. Where a rank repeats another
 call than its peer, that is seen as the call begins (:mod:`megatron_flux.comm.call_table`); between hosts the bounded
 waits see some of it. Where m changes from call to call (packed sequences), :data:`COMPARED_M` values of it are
-compared. Of further ones the call table alone tells, so that they cost no word between ranks.
+compared; of further ones the call table alone tells.
 
 Kernels differ in what they send, so which one runs may depend on shapes, and not on where one rank's tensor happens to
 begin: operands that a kernel cannot address where they lie are copied (:meth:`OperatorCall.aligned`).

@@ -1,20 +1,15 @@
 """Operator calls seen from outside: counts always; named ranges for profilers and times for metrics where asked for.
 
-:data:`stats` counts what the operators did in this process: the proof that the flux path ran, and its traffic.
-
-Watching is off by default and costs a call one comparison then. On, each call is
+:data:`stats` is the proof that the flux path ran, and its traffic. Watching is off by default and costs a call one
+comparison then. On, each call is
 
 * a range for torch.profiler (``record_function``) or for nsys (NVTX), named
   ``flux::all_gather_gemm m=8192 n=12288 k=12288 bfloat16 [n,k] tp=8 rank=3 fused``; the wait for a result that was
   started earlier is a range of its own with ``wait`` in the name;
-* timed by a :class:`CallTimer`.
-
-What is timed: on CUDA the time between two events on the call's stream, before its first kernel and behind its last,
-plus the same around the wait for a result that was started asynchronously. That is the time for which the compute
-stream was not free for anything else; communication that runs beside other work of that stream is not in it; a stream
-that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the host's time.
-
-Calls under CUDA-graph capture are not timed: their events would be part of the graph.
+* timed by a :class:`CallTimer`: on CUDA between two events on the call's stream, before its first kernel and behind its
+  last, plus the same around a later wait. That is the time for which the compute stream was not free for anything else:
+  without communication that runs beside other work, with a stream that ran dry because the host was late, or a rank.
+  On the CPU it is the host's time. Calls under CUDA-graph capture are not timed: events would be part of the graph.
 """
 
 from __future__ import annotations

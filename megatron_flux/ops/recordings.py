@@ -13,9 +13,8 @@ Contract
 
 Hazards
     * **Order on the link.** The lanes of a call that runs as it is are streams, those of a recording branches of its
-      graph. Slots are used in the order of calls, so each waits for the other: :meth:`~comm.host_link.HostLink.replay`
-      marks where earlier calls end, in an event that the lanes of recordings wait for, as an external one, and a call
-      that is not replayed puts the lanes behind the latest replay.
+      graph, and slots are used in the order of calls: so a replay waits for an external event behind earlier calls
+      (:meth:`~comm.host_link.HostLink.replay`), and a call that is not replayed puts the lanes behind the latest one.
     * **Memory of a recording's own.** cuBLAS's workspaces and temporaries come from a pool of the stream that it was
       recorded on. So recordings that may run at the same time have streams, and pools, of their own.
     * **One hardware queue.** CUDA chooses the order of a graph's branches; see :mod:`~megatron_flux.comm.host_link`.

@@ -1,11 +1,9 @@
 """The timer of all benchmarks: ways to do one thing, timed against each other.
 
 :func:`rounds` makes one burst of every way a round, in an order that changes every round, since the GPUs of one host
-throttle together and clocks fall while a measurement lasts.
-
-A burst begins on idle GPUs behind a barrier. Calls ahead of the timed ones keep the GPU busy, so that neither the start
-nor an empty queue is in the time. Every number is the slowest rank's: device time between CUDA events, on the CPU the
-host's clock.
+throttle together and clocks fall while a measurement lasts. A burst begins on idle GPUs behind a barrier. Calls ahead
+of the timed ones keep the GPU busy, so that neither the start nor an empty queue is in the time. Every number is the
+slowest rank's: device time between CUDA events, on the CPU the host's clock.
 
 Functions with a group are collective calls: its ranks call them together, with the same names in the same order.
 """

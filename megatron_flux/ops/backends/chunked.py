@@ -1,9 +1,9 @@
 """The ``chunked`` backends: cuBLAS multiplies what has arrived while the rest is on its way, over any transport.
 
-For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transports`): through
-host memory or peers' memory of one host. ``all_gather_gemm`` multiplies the local shard first, then each piece of
-each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is
-there, the local shard last, and then adds all in fp32, in a fixed order: results are the same in every run.
+For groups without NVLink. A transport moves shards in pieces (:mod:`megatron_flux.comm.transports`).
+``all_gather_gemm`` multiplies the local shard first, then each piece of each peer as it arrives;
+``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is there, the local shard last,
+and then adds all in fp32, in a fixed order: results are the same in every run.
 
 ==================  =====================================================================================
 name                what travels (:mod:`megatron_flux.kernels.wire`)
@@ -12,14 +12,11 @@ name                what travels (:mod:`megatron_flux.kernels.wire`)
 ``chunked_int8``    integers of 8 bits in rotated blocks of 128 with a scale: half the bytes of bf16
 ==================  =====================================================================================
 
-FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by both, their bytes in pieces and the
-scales of their blocks before them; what a reduce-scatter sends of them are partial sums in bf16, as of others.
-
-The local shard is never quantised: it is not sent. With an 8-bit wire the gathered inputs of two ranks
-therefore differ in the rows of these two.
+FP8 operands are gathered as they are by both, their bytes in pieces and the scales of their blocks before them; what a
+reduce-scatter sends of them are partial sums in bf16. The local shard is not sent, so never quantised: with an 8-bit
+wire the gathered inputs of two ranks differ in the rows of these two.
 
 Contract: that of :mod:`megatron_flux.ops.call`. Results, and gathered inputs, are fresh tensors.
-Limits: CUDA graphs over a transport that can be captured only.
 """
 
 from __future__ import annotations

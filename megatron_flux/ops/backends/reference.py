@@ -1,7 +1,7 @@
-"""The ``reference`` backend: torch's collective and torch's matmul, one after the other.
+"""The ``reference`` backend: torch's collective and torch's matmul, one after the other, as stock Megatron does.
 
-That is what stock Megatron does, on any transport torch.distributed knows (NCCL, gloo), for any dtype both support. It
-is the baseline that every other backend is measured and tested against, and the one that is always available.
+It runs on any transport that torch.distributed knows (NCCL, gloo), for any dtype that both support. Every other backend
+is measured and tested against it.
 """
 
 from __future__ import annotations

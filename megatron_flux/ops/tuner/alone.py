@@ -1,11 +1,9 @@
 """Decide about a call by itself, before a training makes it: ``tune``, and calls that a CUDA graph captures.
 
-This is a trial (:mod:`~megatron_flux.ops.tuner.trial`) on made-up calls. A column-parallel layer's dgrad is reduced
-while its wgrad runs. Stock's reduction then costs only the time by which it slows wgrad down, and a plan that needs no
-SM for it may win although it is slower by itself. So a GEMM of wgrad's size runs between begin and wait of such a call.
-
-Calls of few rows take the host longer than the GPU. So those that will be captured are measured in graphs of
-:data:`CALLS` calls.
+This is a trial on made-up calls. A column-parallel layer's dgrad is reduced while its wgrad runs. Stock's reduction
+then costs only the time by which it slows wgrad down, and a plan that needs no SM for it may win although it is slower
+by itself. So a GEMM of wgrad's size runs between begin and wait of such a call. Calls of few rows take the host longer
+than the GPU: those that will be captured are measured in graphs of :data:`CALLS` calls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tuner's file: entries by key, as JSON that people can read and edit. It can never stop a training.
 
-The file is optional. If the folder cannot be written, the file is damaged or an entry cannot be used, that is logged
-once, with the path and what to do, and tuning goes on in memory. ``megatron-flux tune``, which exists to fill the file,
-uses :func:`load` and :func:`store`, which raise.
+If the folder cannot be written, the file is damaged or an entry cannot be used, that is logged once, with the path and
+what to do, and tuning goes on in memory. ``megatron-flux tune``, which exists to fill the file, uses :func:`load` and
+:func:`store`, which raise.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Words: a *turn* is one call that runs a candidate. A *round* is a series of turns, after which times are compared.
 
 Contract
-    * All candidates give right results, so a turn only costs the time by which a candidate is slower.
     * Which candidate a call runs follows only from the number of such calls. Once a round all ranks exchange their
       times and what is compiled (:mod:`~megatron_flux.comm.agreement`): sent :data:`AHEAD` calls before the round ends,
       read at its end. So a rank waits only for peers that are later than these calls take.
@@ -13,11 +12,10 @@ Contract
       about the candidate, nor about calls of more rows. If some candidate has no turn that counts, the likeliest one
       wins: by rule, or the choice for another m. It is not stored.
     * If most of the last turns found the GPU idle, the host is the bound. Then stock or another candidate wins if it
-      needs clearly less host time (:mod:`~megatron_flux.ops.tuner.host_bound`): the time to enqueue a turn, and the
-      wait of an asynchronous one. That is not stored either.
-    * A round ends with :data:`GAP` calls that are not timed. When times are sent, the timed calls have ended on the
-      GPU, or nearly so, and the GPU is busy with the others. A round without timed calls, in which kernels are
-      compiled, sends halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
+      needs clearly less host time (:mod:`~megatron_flux.ops.tuner.host_bound`). That is not stored either.
+    * A round ends with :data:`GAP` calls that are not timed: the timed ones have ended, or nearly so, when times
+      are sent, and the GPU is busy with the others. A round without timed calls, in which kernels are compiled, sends
+      halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
     * Other processes compile the kernels (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's
       kernel, calls run the fastest so far: at first the choice for another m, else stock.
     * The first turn of a kernel may fail. If it fails on all ranks, the candidate is dropped; if on some, that is an

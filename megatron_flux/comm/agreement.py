@@ -2,16 +2,8 @@
 job's store.
 
 Use it for what a call does once (compare shapes, probe the link, make workspaces, tune), so that no rank raises while
-its peers wait:
-
-* :func:`of_all_ranks`: all-gather one small Python object per rank.
-* :func:`begin`: the same in two halves. What a rank does between them, its peers need not wait for, nor it for them.
-* :func:`together`: run a function on every rank; it succeeds on all of them or raises on all of them.
-* :func:`first_rank`: run a function on the first rank only (files) and broadcast its result *or its error*.
-* :func:`failures`: on which ranks something that all have just tried has failed.
-
-It does not use the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs already
-wait for it in theirs, and NCCL's kernels would wait behind those.
+its peers wait. It does not use the group's backend, because where one rank fails before it launches a kernel, its
+peers' GPUs already wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
     * The first agreement of a group begins with a *meeting* over the job's store, for which all ranks wait: if all are

@@ -4,8 +4,7 @@ Contract
     :class:`Push` copies a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has one writer at a
     time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the call
     (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two pieces
-    of columns (:class:`Edges`); rank ``r`` sets row ``r``. It is a list of addresses, which depends on nothing but
-    shapes: a later call enqueues the same list for another x. On CPUs the processor copies at once.
+    of columns (:class:`Edges`); rank ``r`` sets row ``r``. On CPUs the processor copies at once.
 
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
@@ -19,8 +18,8 @@ Hazards
     * One stream for all copies of a group: on two, four or seven at once they are half as fast, and what a GEMM waits
       for must not share the link with what is needed later.
 
-Measured (4 x H200): holding each step until the rank before had finished was within 3 % of doing nothing
-(results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
+Measured: holding each step until the rank before had finished was within 3 % of doing nothing (4 x H200,
+results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
 results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 """
 

@@ -53,7 +53,6 @@ class Cache(dict[_Key, _Value]):
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """``most``: None is :data:`MOST_ENTRIES`."""
         super().__init__()
         self._most = most
 

@@ -1,20 +1,13 @@
 """The link through host memory: moves rows between the ranks of one host, without peer access and without SMs.
 
 For operators that multiply block by block (:mod:`megatron_flux.ops.backends.chunked`). A link knows bytes and peers, no
-matrices. It offers two calls:
-
-* *gather*: every rank sends one block of bytes to all its peers;
-* *exchange*: every rank sends each peer a block of its own, one after the other.
+matrices. In a *gather* every rank sends one block of bytes to all its peers; in an *exchange* each peer a block of its
+own, one after the other.
 
 Blocks move in *pieces*, cut at the same offsets on all ranks, so that a GEMM can begin with the first rows that are
 here, and end soon after the last. What a rank sends goes by copy engine into slots of its region of shared memory, and
-from there into its peers' GPUs: in a gather the block is copied to host memory once and all peers read it; in an
-exchange each pair has slots of its own. The parts:
-
-* :mod:`~megatron_flux.comm.shared_memory`: the memory;
-* :mod:`~megatron_flux.comm.host_schedule`: what lies where in it, and what is enqueued in which order, once per size;
-* :mod:`~megatron_flux.comm.lanes`: the queues that copies and waits go into;
-* :mod:`~megatron_flux.comm.host_progress`: time-outs.
+from there into its peers' GPUs. :mod:`~megatron_flux.comm.host_schedule` has what lies where and what is enqueued in
+which order, :mod:`~megatron_flux.comm.lanes` the queues, :mod:`~megatron_flux.comm.host_progress` the time-outs.
 
 Contract
     * All ranks of a group make the same calls with the same sizes in the same order, as for any collective. A call
@@ -37,8 +30,8 @@ Hazards
     * **What stands before a wait on the caller's stream.** The lanes follow the caller's stream where they read what it
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
-    * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). All but the addresses of tensors is laid out once for all calls of a size on a stream.
+    * **Host time.** Each chunk costs two driver calls in each lane, about 3 us each (2 x H200). All but addresses of
+      tensors is laid out once for all calls of a size on a stream.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. In which order a graph's
       branches reach the hardware is not specified: ``tests/gpu/checks_host.py`` passed on two H100s with one queue and
       with eight. The shared memory whose addresses a graph holds is never given back.

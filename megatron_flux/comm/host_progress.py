@@ -10,11 +10,9 @@ looks a few times a second. When a lane has stood for too long at a wait that is
    behind it runs. Peers are not misled: none of the words that they wait for is touched;
 3. logs what step 1 noted.
 
-A CUDA graph that is replayed, a recording of our own too, comes to the same epochs and batches again and again: the
-epochs in a message are then of the graphs. If every look within the limit meets the same wait unmet, even of different
-replays, that counts as standing still.
-
-On CPUs a lane measures the time itself and raises what step 1 noted.
+A replayed CUDA graph, a recording of our own too, comes to the same epochs and batches again and again: the epochs in a
+message are then of the graphs, and the same unmet wait at every look within the limit, even of different replays,
+counts as standing still. On CPUs a lane measures the time itself and raises what step 1 noted.
 """
 
 from __future__ import annotations

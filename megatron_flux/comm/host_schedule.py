@@ -5,19 +5,18 @@ Layout
 
         [head: counters of the owner][words][slots]
 
-    The slots are a ring. Everything a rank sends goes through it, to one peer (reduce-scatter) or to all of them
-    (all-gather: the shard is copied to host memory once). Each slot has a word per reader: EMPTY or FULL. The writer
-    waits until the words of all readers are EMPTY, copies, and sets FULL for the readers that the data is for. A reader
-    waits for FULL, copies, and sets EMPTY. Words return to their old values, so a schedule depends on nothing but
-    sizes and is built once per size.
+    The slots are a ring. Everything a rank sends goes through it in *chunks* of at most a slot's size, to one peer
+    (reduce-scatter) or to all of them (all-gather: the shard is copied to host memory once). Each slot has a word per
+    reader: EMPTY or FULL. The writer waits until the words of all readers are EMPTY, copies, and sets FULL for the
+    readers that the data is for. A reader waits for FULL, copies, and sets EMPTY. Words return to their old values, so
+    a schedule depends on nothing but sizes and is built once per size.
 
-    Slots are small, so that data stays in the last-level cache between write and read. In large slots everything goes
-    through memory twice, and four GPUs share that bandwidth. Many slots are no better than few, for the same reason.
-    A block goes in *chunks* of a slot's size.
+    Slots are small and few, so that data stays in the last-level cache between write and read. In large slots
+    everything goes through memory twice, and four GPUs share that bandwidth.
 
 Schedule
-    A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
-    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
+    A call runs the steps of a :class:`Program`: batches of memory operations and then copies, each in one lane. All
+    ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
     (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and cost more host time.
 
 Hazard: with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for) the whole program is one

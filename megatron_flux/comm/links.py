@@ -1,7 +1,5 @@
 """Topology of a group: how its ranks reach each other's memory, and which other groups' kernels run beside its own.
 
-Each is one collective per group, cached in its state.
-
 =========  ==================================================================================================
 link       meaning
 =========  ==================================================================================================
@@ -22,8 +20,7 @@ start together (:func:`starts_together`).
 
 torch.distributed does not tell whether the stream of the layers waits for a group's collectives, so all groups count
 but those known to be waited for: the default group, and groups over the very ranks of tensor parallelism in
-:data:`WAITED_FOR` (norms, losses, gradients of norms, and identification of ranks). Groups made after the first
-question are not seen.
+:data:`WAITED_FOR`. Groups made after the first question are not seen.
 """
 
 from __future__ import annotations
@@ -121,7 +118,6 @@ def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Li
 
 
 def _gpu(device: torch.device) -> tuple[str, str]:
-    """Return this rank's host and the UUID of its GPU."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 

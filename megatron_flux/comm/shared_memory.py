@@ -1,9 +1,5 @@
-"""Memory that the ranks of a group share: on their GPUs, or on their host. The one allocator for both.
-
-* :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
-* :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
-
-Boxes of agreements (:class:`~megatron_flux.comm.agreement.Box`) are made without this, which agrees itself.
+"""Memory that ranks of a group share: on their GPUs (:func:`allocate`), or on their host, pinned where there is a GPU
+(:func:`make_regions`). The one allocator for both.
 
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no

@@ -309,7 +309,6 @@ def _synchronise(work: Slab) -> None:
 
 
 def _wait_for_peers(work: Slab, kernel: Any, key: tuple[str, int], *numbers: int) -> None:
-    """Launch a kernel of one CTA that waits for all peers."""
     from megatron_flux.kernels.launch import launch
 
     alarm, device = work.alarm, work.data_table.device

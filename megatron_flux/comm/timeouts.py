@@ -9,15 +9,13 @@ That thread is the only end of some waits (:mod:`~megatron_flux.comm.host_progre
 up: it survives every exception, and leaves writing, which a full disk fails and a full pipe blocks, to other threads.
 
 The limit is ``MEGATRON_FLUX_TIMEOUT_S`` seconds, by default the time-out of the process group's own collectives
-(``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes with NCCL). So a late peer (a
-checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It is read when a slab is made; a time-out
-that the group is given later does not change it.
+(``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes with NCCL): a late peer is
+waited for as long as stock waits. It is read when a slab is made.
 
-Messages of a lost peer: the alarm's line names operator, peer and epoch; then comes ``CUDA error: unspecified launch
-failure``. With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught
-collective operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable
-lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks,
-the watchdog is all there is.
+With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught collective
+operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable lower than
+the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks, the
+watchdog is all there is.
 """
 
 from __future__ import annotations

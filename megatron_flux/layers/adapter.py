@@ -199,7 +199,6 @@ def _row_gradients(
 def _gradient(
     parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return ``dy.T @ x``, or add it to ``main_grad``."""
     if main_grad is None:
         return torch.matmul(dy.t(), x)
     accumulate(main_grad, dy, x)

@@ -185,7 +185,6 @@ def run(call: OperatorCall, plan: Plan) -> Any:
 
 @contextmanager
 def _timed_range(call: Call, *, first: bool) -> Iterator[None]:
-    """Time one stretch of a watched call, and name it."""
     with named(str(call) if first else f"{call} wait"), _timed(call, first=first):
         yield
 

@@ -143,7 +143,6 @@ def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:
-    """Build the launch of the kernel of one CTA that waits for the shards of all peers."""
     from megatron_flux.kernels.device import gather_wait_kernel
     from megatron_flux.ops.arguments import Launch
 

@@ -99,7 +99,6 @@ def _multiplies_blocks(device: torch.device) -> bool:
 
 
 def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.Tensor:
-    """Return the scales ``[kb, nb]`` as torch takes them: see the module."""
     scales, blocks = weight.scale_inv, blocks_of(weight.k)
     if blocks % 4 and (strides or _strides_of_odd_blocks(scales.device)) == UNPADDED:
         scales = scales.as_strided((scales.shape[0], blocks), (blocks, 1))

@@ -217,7 +217,6 @@ def _run(call: OperatorCall, backend: str) -> Any:
 
 
 def _finish(y: torch.Tensor | Pending, call: OperatorCall) -> torch.Tensor | Pending:
-    """Return the result of an operator that sums over ranks as the caller wants it: pending, or with its bias added."""
     if call.async_op:
         return y if isinstance(y, Pending) else Pending(y)
     if isinstance(y, Pending):

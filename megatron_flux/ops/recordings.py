@@ -195,7 +195,6 @@ def _gpu_is_close(link: HostLink) -> bool:
 
 
 def _record(work: Work, beside: str) -> Recording:
-    """Record ``work``, which does not run."""
     side = work.link.side(beside)
     recording = Recording(torch.cuda.CUDAGraph(), torch.cuda.Event(external=True))
     with torch.cuda.stream(side.stream), work.link.recorded():

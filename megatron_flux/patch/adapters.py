@@ -91,7 +91,6 @@ def _found(module: str, name: str) -> Any:
 
 @functools.cache
 def _is_known(utils: Path) -> bool:
-    """Return True if the code of Megatron-Bridge with the file ``utils`` is that of a known release."""
     release = utils.resolve().parents[3]
     found = {path: seams.digest(release, path) for path in BRIDGE_SEAMS}
     if tuple(found.values()) in zip(*BRIDGE_SEAMS.values(), strict=True):

@@ -231,7 +231,6 @@ class LinearPatch(StockReasons):
         prefetch.clear()
 
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
-        """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
         counted = self.norm_gradients["added" if runs_flux else "dropped"]
         if layer in counted:
             return

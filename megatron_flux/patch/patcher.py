@@ -171,7 +171,6 @@ def standing_for(stock: Any, owner: type, name: str, method: Any) -> Any:
 
 
 def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
-    """Yield the replacements of adapters' wrappers that are imported and not replaced."""
     replaced = {r.owner for r in _replacements}
     for wrapper, form_of in adapters.wrappers():
         if wrapper not in replaced:

@@ -373,7 +373,6 @@ class Fp8Call(Precision):
         return self._gather(dy, self._dy_quantizer, linear)
 
     def _gather(self, local: Rows, quantizer: Any, linear: LinearState, held: bool = False) -> PendingRows:
-        """Start gathering the local bytes; as rows where they cannot be sent transposed."""
         group, backend = linear.group, linear.backends.wgrad
         if local.transposed and not sends_transposed(local, group, backend):
             local = Rows(self._api.fp8_transpose(local.data, quantizer.dtype, out=None), local.scale_inv)
@@ -406,7 +405,6 @@ class Fp8Call(Precision):
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
 
     def _operand(self, tensor: Any) -> Fp8Operand:
-        """Return what TransformerEngine has quantised, a matrix, to multiply over its columns."""
         dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
             return Fp8Operand(tensor._data, dtype, tensor._scale_inv)

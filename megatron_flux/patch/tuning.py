@@ -227,7 +227,6 @@ def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
 
 @contextlib.contextmanager
 def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
-    """Enter the FP8 autocast in which megatron-core will call ``layer``, if any."""
     if number is None or not getattr(layer.config, "fp8", None):
         yield
         return

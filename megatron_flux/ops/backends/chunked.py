@@ -65,7 +65,6 @@ class ChunkedPlan(BackendPlan):
     """Calls of one spec. Where their addresses come again they are replayed (:mod:`megatron_flux.ops.recordings`)."""
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """``pieces`` of a shard, None: by its size."""
         recordings = Recordings() if call.x.is_cuda and not call.captured else None
         super().__init__(backend, call, pieces=pieces, recordings=recordings)
         if recordings is not None and transport_of(call.group, call.x.device).captures:

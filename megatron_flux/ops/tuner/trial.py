@@ -263,7 +263,6 @@ class Trial:
         return host_bound.is_bound([turn for turn in self.timed if self.entries[turn.candidate] in self.close])
 
     def _weighed(self) -> int | None:
-        """Return the candidate to take where the host is the bound; None: the choice, as elsewhere."""
         left = [i for i in self._known() if i in (0, self.choice) or self.entries[i] in self.close]
         turns = [turn for turn in self.timed if turn.candidate in left]
         first = [turn for turn in self._first if turn.candidate in left]
@@ -412,7 +411,6 @@ class TrialPlan(Plan):
                 futures.append(failed)
 
     def _end(self, call: OperatorCall) -> Any:
-        """Run what was decided from here on."""
         entry = self._trial.decided
         assert entry is not None  # noqa: S101 - the caller has looked
         if not runs(call, entry):
@@ -473,7 +471,6 @@ def _now(cuda: bool) -> Any:
 
 @contextmanager
 def _on_host(sample: Sample) -> Iterator[None]:
-    """Add what the body takes the host."""
     since = time.perf_counter()
     yield
     sample.host += (time.perf_counter() - since) * 1e3

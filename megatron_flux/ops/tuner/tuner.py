@@ -39,7 +39,6 @@ class Kind:
     """Calls whose keys differ in m alone."""
 
     def __init__(self, key: str, m: int) -> None:
-        """``key``: of such a call with ``m``."""
         self._head, self._tail = key.split(f" m={m} ", 1)
         self.entries: Cache[int, Entry] = Cache()
         """Entries that calls run, by m."""
@@ -184,7 +183,6 @@ class Tuner:
         return entry
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
-        """Return True if what is not known may be tried. Collective the first time."""
         decisions = self.decisions(group)
         if decisions.tries is None:
             decisions.tries = agreement.first_rank(group, "MEGATRON_FLUX_TUNE", tunes)

@@ -389,8 +389,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a capture takes what the file has",
         f"{OPS}/tuner/tuner.py",
-        "entry = self._met(call) if in_capture else self._looked_up(call)",
-        "entry = self._looked_up(call)",
+        "            entry = self._met(call)\n",
+        "            entry = self._looked_up(call)\n",
         ("tests/unit/ops/test_tuner.py::test_capture_tries_nothing_reads_nothing_and_remembers_nothing",),
     ),
     Fault(

@@ -184,10 +184,8 @@ class Agreements:
             own, address = Box.create()
         here = machine()
         place: tuple[_Machine, int, Address | None] = here, os.getpid(), address
-        places = dict(zip(self._ranks, self.begin(place, about, "")(), strict=True))
         boxes: dict[int, Box] = {}
-        for rank in self._ranks:
-            where, process, address = places[rank]
+        for rank, (where, process, address) in zip(self._ranks, self.begin(place, about, "")(), strict=True):
             if where == here and rank != self._rank:
                 try:
                     self._peers[rank] = psutil.Process(process)

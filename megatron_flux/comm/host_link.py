@@ -94,7 +94,7 @@ class HostLink:
         self._progress = progress = Progress(group, device, self.layout, self._regions)
         self.alarm = progress.alarm
         self._programs: Cache[tuple[str, str, tuple[int, ...], int, bool], Program] = Cache()
-        self._latest: HostGather | HostExchange | None = None
+        self._latest: HostCall | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
         self.number = next(_numbers)
@@ -125,22 +125,19 @@ class HostLink:
         """Shared memory that this rank owns."""
         return self.layout.region_bytes
 
-    def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostGather:
+    def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostCall:
         """Send ``local`` (``nbytes``) to all peers; peer ``p``'s arrives in ``gathered``, ``p * nbytes`` from its
         begin. The part of this rank is left alone. ``cuts``: where pieces begin, and ``nbytes``.
         """
-        here = self.lanes.current()
-        self._latest = call = HostGather(self, self._begin("gather", operator, cuts, here), local, gathered, here)
+        call = self._begin("gather", operator, local, gathered, cuts)
         call.send()  # what it reads and writes is kept alive by now
         return call
 
-    def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
+    def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostCall:
         """Send each peer ``p`` a block of ``nbytes``, which is in ``sent``, ``p * nbytes`` from its begin; what it
         sends arrives in ``received`` as of a gather.
         """
-        here = self.lanes.current()
-        self._latest = call = HostExchange(self, self._begin("exchange", operator, cuts, here), sent, received, here)
-        return call
+        return self._begin("exchange", operator, sent, received, cuts)
 
     def poison(self, operator: str, error: BaseException) -> None:
         """Refuse all further calls: ``error`` ended a call of ``operator`` that has begun."""
@@ -149,7 +146,7 @@ class HostLink:
             with contextlib.suppress(Exception):
                 self.lanes.behind(self.lanes.mark(lane), CALLER)
 
-    def end(self, call: HostGather | HostExchange) -> None:
+    def end(self, call: HostCall) -> None:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
         if self._latest is call:
             self._latest = None
@@ -183,8 +180,11 @@ class HostLink:
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
 
-    def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
-        """Count a call that begins on the stream ``here``; nothing is enqueued."""
+    def _begin(
+        self, kind: str, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]
+    ) -> HostCall:
+        """Count a call; nothing is enqueued."""
+        here = self.lanes.current()
         key = kind, operator, tuple(cuts), here, self._recording
         program = self._programs.get(key)
         if program is None:
@@ -201,14 +201,17 @@ class HostLink:
             self.lanes.behind_earlier()
             self._replayed_on = None
         program.stamp(self._progress.begin(program, captured=captured))
-        return program
+        self._latest = call = HostCall(self, program, sent, received, here)
+        return call
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         return host_schedule.program(self.layout, self.rank, self._regions.lanes, cuts, exchange=kind == "exchange")
 
 
-class _HostCall:
-    """A call that has begun."""
+class HostCall:
+    """A call that has begun. Iterate over a gather, on the stream that it began on and to the end, for pieces as they
+    arrive; in an exchange :meth:`send` once for each of ``steps``, in that order.
+    """
 
     def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
         self._link, self._program, self._here = link, program, here
@@ -247,11 +250,7 @@ class _HostCall:
             if lanes.current() != self._here:  # the stream that this memory was allocated on does not wait
                 lanes.hold(self._sent)
         self._finished = True
-        self._link.end(self)  # type: ignore[arg-type]
-
-
-class HostGather(_HostCall):
-    """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
+        self._link.end(self)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield ``(peer, piece)`` in order of arrival; the current stream is behind it then."""
@@ -262,10 +261,6 @@ class HostGather(_HostCall):
         run(program.sent, rows)
         self._finished = True
         self._link.end(self)
-
-
-class HostExchange(_HostCall):
-    """An exchange: :meth:`send` once for each of ``steps``, in that order."""
 
     @property
     def steps(self) -> list[tuple[int, int]]:

@@ -156,17 +156,13 @@ class Program:
     nbytes: int
     operator: str = ""
     parts: list[Part] = field(default_factory=list)
-    """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
-    order in which they are sent."""
+    """A gather's: steps that need no wait, then one part per piece. An exchange's: one per block, as they are sent."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
-    """Batches of each lane. A batch writes its index into the head when it begins."""
+    """By lane. A batch writes its index into the head when it begins."""
     laid_out: list[Any] = field(default_factory=list)
-    """What :meth:`run` of the link's lanes takes. Of a gather: each part. Of an exchange: what comes behind each
-    product of the caller's, and the rest."""
-    read: Any = ()
-    """The same for what puts the caller behind all that has been enqueued upwards."""
-    sent: Any = ()
-    """The same for what has been enqueued downwards."""
+    """For :meth:`run` of the link's lanes: a gather's parts; what is behind an exchange's products, and the rest."""
+    read: Any = ()  # puts the caller behind all that has been enqueued upwards
+    sent: Any = ()  # the same downwards
 
     @property
     def pieces(self) -> list[tuple[int, int]]:

@@ -125,11 +125,7 @@ class _Ledger:
 
 
 def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: int | None) -> Kept | None:
-    """Return where the gathered ``x`` ``[s/tp, b, k]`` of a column-parallel layer's forward goes; None to not keep it.
-
-    ``wanted`` and ``budget`` (bytes) are ``keep_gathered`` and ``keep_gathered_bytes`` of
-    :class:`~megatron_flux.FluxConfig`.
-    """
+    """Return where the gathered ``x`` of a column-parallel layer's forward goes; None: it is not kept. Collective."""
     weight, group = linear.parameter, linear.group
     if wanted is False or not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
         return None

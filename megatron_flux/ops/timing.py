@@ -50,10 +50,8 @@ def rounds(
     barrier: Callable[[], object] | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Samples]:
-    """Time a burst of ``count`` calls of every way in each round, of which there are one to ``most``.
-
-    ``around`` is opened around each burst of the way it is given. ``barrier`` replaces ``group``'s own; the last thing
-    that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
+    """Time a burst of ``count`` calls of every way in each round, of one to ``most``, while ``go_on()``, alike on all
+    ranks. ``around`` is opened around each burst; ``barrier``, instead of the group's own, ends right before it.
     """
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(most if ways else 0):

@@ -138,12 +138,7 @@ def installed_megatron_core() -> str:
 
 
 def version_of_tree(core: Path) -> str:
-    """Return the version that the sources in a ``megatron/core`` folder state, ``0.16.1`` say; nothing of them is run.
-
-    Raises:
-        FileNotFoundError: there is no ``package_info.py``.
-        ValueError: it does not assign the constants ``MAJOR``, ``MINOR`` and ``PATCH``.
-    """
+    """Return the version that ``megatron/core`` sources state. Raises FileNotFoundError or ValueError: they do not."""
     path = core / "package_info.py"
     text = path.read_text(encoding="utf-8")
     stated = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([^'\"\s]*)", text, re.MULTILINE))

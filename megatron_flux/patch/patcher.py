@@ -200,11 +200,7 @@ register_module_parameter_registration_hook(_begin_model)
 
 
 def unpatch() -> None:
-    """Put the stock methods back. Does nothing when not patched.
-
-    Raises:
-        FluxError: a method was replaced once more after ``patch()``; nothing is changed then.
-    """
+    """Put the stock methods back. Raises FluxError: one was replaced once more after :func:`patch`; nothing changes."""
     global _linears
     if _linears is None or not is_patched():
         return

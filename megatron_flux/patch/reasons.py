@@ -193,11 +193,7 @@ class StockReasons:
 
 
 def asks_for_graphs(config: Any) -> bool:
-    """Return True if Megatron will capture layers of this configuration, or a whole iteration of them.
-
-    megatron-core 0.15 to 0.20 all have ``cuda_graph_impl``; they turn its older names into it. A
-    ``ModelParallelConfig`` has none of them.
-    """
+    """Return True if Megatron will capture layers of this configuration; ``ModelParallelConfig`` has no such field."""
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 
 

@@ -70,9 +70,10 @@ _API = {
     "recompute_enabled": "transformer_engine.pytorch.distributed:is_fp8_activation_recompute_enabled",
     "recompute_phase": "transformer_engine.pytorch.distributed:in_fp8_activation_recompute_phase",
     "graph_capturing": "transformer_engine.pytorch.graph:is_graph_capturing",
-    "split_forward": "transformer_engine.pytorch.module.base:_2X_ACC_FPROP",
-    "split_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
-    "split_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
+    # What counts where a recipe, which calls them so, does not say if sums are split.
+    "fp8_gemm_fprop": "transformer_engine.pytorch.module.base:_2X_ACC_FPROP",
+    "fp8_gemm_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
+    "fp8_gemm_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
 }
 _API_BY_RELEASE = {
     "quantize_weight": "transformer_engine.pytorch.module.base:quantize_weight",
@@ -104,12 +105,6 @@ class TransformerEngineFp8:
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
                 setattr(api, name, resolve_name(path))
-        # What a recipe calls them, and what counts where it does not say.
-        self._splits = (
-            ("fp8_gemm_fprop", api.split_forward),
-            ("fp8_gemm_dgrad", api.split_dgrad),
-            ("fp8_gemm_wgrad", api.split_wgrad),
-        )
         self.compact = release in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
@@ -183,8 +178,8 @@ class TransformerEngineFp8:
     def splits(self, recipe: Any) -> list[bool]:
         """Return whether ``recipe`` splits the sums of forward, dgrad and wgrad."""
         return [
-            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-            for name, default in self._splits
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else getattr(self.api, name)
+            for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
         ]
 
     def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.host_link import HostGather
+from megatron_flux.comm.host_link import HostCall
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.ops.backend import Backend, BackendPlan, Plan
@@ -163,7 +163,7 @@ class _Gathering(_Chunked):
             self._sent = self.empty((nbytes,), torch.uint8)
             self._arrives = self.empty((self.link.tp, nbytes), torch.uint8)
 
-    def begin_gather(self) -> tuple[_Cut, HostGather]:
+    def begin_gather(self) -> tuple[_Cut, HostCall]:
         """Send what this rank has."""
         self._cut = cut = self.cut(self.call.k, self.x.element_size())
         if self.encoded:

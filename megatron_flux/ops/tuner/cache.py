@@ -62,11 +62,7 @@ class Entry(BaseModel):
 
 
 def parse(key: str, data: Any) -> Entry:
-    """Return the entry under ``key``. Raises ValueError: the tuner cannot have written it, with the reason in a line.
-
-    The file may be another user's. A plan out of range ends a training, and a wire format that is not the key's rounds
-    numbers that were to be sent as they are.
-    """
+    """Return the entry under ``key``. Raises ValueError: the tuner cannot have written it; it may be another user's."""
     try:
         entry = Entry.model_validate(data, context={"key": key})
     except ValidationError as error:

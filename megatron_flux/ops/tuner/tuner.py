@@ -130,12 +130,9 @@ class Tuner:
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
-        in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
-        # What was not run before has no workspace yet, and none can be made in a capture.
-        entry = self._met(call) if in_capture else self._looked_up(call)
-        if entry is not None and not in_capture:
-            return self._known(call, entry)
-        if in_capture:
+        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # What was not run before has no workspace yet, and none can be made in a capture.
+            entry = self._met(call)
             if entry is not None and (plan := self._planned(call, entry)).is_ready(call):
                 return plan
             if call.group.rank() == 0:
@@ -145,6 +142,8 @@ class Tuner:
                     words_of(call),
                 )
             return self._planned(call, UNMEASURED)
+        if (entry := self._looked_up(call)) is not None:
+            return self._known(call, entry)
         if not self._tries(call.group):
             return self._planned(call, self._untried(call))
         if call.captured:  # the plan of now is the graph's for good

@@ -5,16 +5,12 @@ backward (pipeline warm-up, activation recompute): only the saved tensors tie th
 
 Order in the column layer's backward, so that each transfer has a GEMM to hide behind: gather of ``x`` | dgrad GEMM and
 its reduce-scatter | wgrad GEMM. If a row-parallel layer followed this one in forward, that gather has begun behind the
-row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`).
-
-Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
-ranks, the latter while wgrad runs; the other two are GEMMs of this rank alone.
+row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`). Without sequence
+parallelism nothing is gathered: the column layer's dgrad is summed over ranks while wgrad runs.
 
 A norm before the column layer's gather (TransformerEngine's LayerNormLinear) is part of its autograd function, which
-saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by arithmetic that the caller
-supplies (:class:`~layers.precision.Norm`): that of the stock layer's kernels.
-
-Such a layer can return the norm's output too (``returned``), for adapters that read it:
+saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by the stock layer's kernels
+(:class:`~layers.precision.Norm`). Such a layer can return the norm's output too (``returned``), for adapters:
 
 ==============  =========================  ============================================================================
 ``"local"``     the norm's own output      its gradient is added to the rank's ``dx`` behind the sum over ranks
@@ -29,8 +25,7 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
     * Without sequence parallelism the norm's output is whole on every rank, and so is its gradient: ``"local"``.
 
 The precision supplies the operands (:mod:`layers.precision`). In FP8
-    * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
-      bf16;
+    * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered. Sums over ranks are of bf16;
     * operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
       ``dy``, which ranks transpose before the gather or behind it (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence

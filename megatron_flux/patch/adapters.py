@@ -1,14 +1,10 @@
 """Low-rank adapters (LoRA) of known frameworks: which calls :mod:`megatron_flux.layers.adapter` runs as a whole.
 
 A wrapper holds a linear (``to_wrap``) and its adapter; its ``forward`` is replaced. Any adapter here is two linears of
-megatron-core, A (``linear_in``) and B (``linear_out``), a scale, and functions of megatron-core's between them. Where
-something else is asked for, the wrapper's own ``forward`` runs: it calls A and B, which are patched by themselves. So
-nothing here runs stock, and no reason is counted.
-
-=========================  ============================================================================================
-Megatron-Bridge            ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2
-``megatron-flux train``    :class:`megatron_flux.train.lora.AdaptedLinear`
-=========================  ============================================================================================
+megatron-core, A (``linear_in``) and B (``linear_out``), a scale, and functions of megatron-core's between them. Known
+are Megatron-Bridge's ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2, and
+:class:`megatron_flux.train.lora.AdaptedLinear`. Where something else is asked for, the wrapper's own ``forward`` runs:
+it calls A and B, which are patched by themselves. So nothing here runs stock, and no reason is counted.
 
 Not run as a whole
     * activations between A and B, dropout behind B, experts, ``a2a_experimental``;

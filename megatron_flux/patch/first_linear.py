@@ -1,8 +1,7 @@
 """Switch flux on at the first tensor-parallel linear that is built, where ``MEGATRON_FLUX=1``, and print what runs.
 
-Megatron-LM's ``megatron.training`` reads the variable as it parses its arguments (:mod:`megatron_flux.megatron_lm`).
-Frameworks that only use ``megatron.core`` never call that: Megatron-Bridge, verl, ms-swift, NeMo-RL. Their users start
-from a recipe or a YAML file, often in Ray's actors, and have no place to call ``report()``.
+For frameworks that only use ``megatron.core`` (Megatron-Bridge, verl, ms-swift, NeMo-RL): their users start from a
+recipe or a YAML file, often in Ray's actors, and have no place to call ``report()``.
 
 Contract
     * nothing is imported or patched before such a linear is built: processes of the same job that build none (drivers,

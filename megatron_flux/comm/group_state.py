@@ -46,10 +46,9 @@ MOST_SIZES = 4
 class Cache(dict[_Key, _Value]):
     """Drop the oldest of more than ``most`` entries, as a training needs whose shapes never come again.
 
-    Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
-    ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
-    agreed on may be kept here, as long as they are made by calls that all ranks make. A caller that still uses an entry
-    holds it.
+    The oldest is the one that was made first, not the one that was used last: ranks that make the same calls drop the
+    same entries, whatever each of them looks up. So entries that ranks have agreed on may be kept here, if they are
+    made by calls that all ranks make. A caller that still uses an entry holds it.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -172,11 +171,11 @@ class GroupState:
             slab.alarm.close()
 
     def renew_slabs(self) -> None:
-        """Let the next calls make new slabs, after exceptions have poisoned the old ones.
+        """Let the next calls make new slabs, after exceptions have poisoned the old ones. Waits for the device. An open
+        gather keeps its slab until it is waited for; so do graphs.
 
         Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.comm.slab`, *Exceptions*). Waits for the device. An open gather keeps its slab until it is
-        waited for; so do graphs.
+        (:mod:`megatron_flux.comm.slab`, *Exceptions*).
         """
         for device in {slab.data_table.device for slab in self.slabs.values()}:
             if device.type == "cuda":

@@ -211,10 +211,9 @@ class Slab:
         return True
 
     def start(self, half: int) -> None:
-        """Enqueue the kernel that returns once all ranks have come to the call in ``half``.
-
-        Behind the barrier of a synchronised call it waits for nobody; but without it a capture would be the first to
-        launch it, and kernels cannot be loaded there.
+        """Enqueue the kernel that returns once all ranks have come to the call in ``half``. Behind a synchronised
+        call's barrier it waits for nobody; but a capture must not be the first to launch it: kernels cannot be loaded
+        there.
         """
         if (order := self.kernel_order) is not None and self.capture is None:
             order.follow()

@@ -312,7 +312,7 @@ def column_parallel_linear(
     keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
 ) -> Any:
-    """Return ``all_gather(x) @ weight.T + bias``, or ``all_gather(norm(x)) @ ...``, ``[s, b, n]``; differentiable.
+    """Return ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, the rank's columns of the result; differentiable.
     With ``returned`` a pair of it and the norm's output, whose gradient is part of that of ``x`` then.
 
     Args:
@@ -325,12 +325,11 @@ def column_parallel_linear(
         norm: the norm's arithmetic, its weight ``[k]``, and its bias ``[k]`` or None. The gradients of these two are of
             this rank's rows: with sequence parallelism their owner sums them over the group.
         returned: ``"local"``: the norm's output ``[s/tp, b, k]``; ``"gathered"``: ``[s, b, k]``, the gradient of which
-            each rank has a part of. None: it is not returned.
+            each rank has a part of.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         delayed: who computes wgrad behind backward.
-        deferred: takes ``dy`` at the beginning of backward, for a wgrad that the caller computes later and adds to
-            ``weight.main_grad``; ``x`` is not gathered then. False: wgrad is computed here.
+        deferred: see :class:`~megatron_flux.layers.prefetch.ColumnState`; ``x`` is not gathered then.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         wires: wire formats that a tuner may choose; exact alone with another precision than exact.
         epilogue_bias: see there; for the exact precision.

@@ -310,9 +310,8 @@ def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
 def compare_calls(call: OperatorCall) -> int:
     """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
 
-    Ranks must not differ in what is compared: the rest changes nothing that they send each other. Collective the first
-    time only, and not even then for a further m. Raises UserError: they differ (all ranks raise), or the first call of
-    its kind is being captured in a CUDA graph.
+    Collective the first time only, and not even then for a further m. Raises UserError: they differ (all ranks raise),
+    or the first call of its kind is being captured in a CUDA graph.
     """
     (m, n, k), operator, dtype, fp8 = call.sizes, call.operator, call.x.dtype, call.fp8 and call.fp8.kind
     transposed = call.transposed or (operator == "all_gather" and not call.return_gathered)

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 class AllGatherPlan(GatheringPlan):
     """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
 
-    ``wait()`` makes the current stream wait for the peers' shards. One gather is open at once: starting another waits
-    for it first. One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()``
-    is a UserError.
-
-    Without ``return_gathered`` the result is transposed: bytes ``[k, m]``, in pairs. Each rank transposes its shard
-    into its columns, and sends it from there.
+    One gather is open at once: starting another waits for it first. One that is begun in a CUDA graph's capture must be
+    waited for in the same one: elsewhere ``wait()`` is a UserError. Without ``return_gathered`` the result is
+    transposed, bytes ``[k, m]`` in pairs: each rank transposes its shard into its columns, and sends it from there.
 
     One that is held (``async_op``) is enqueued by ``send()``, behind the copies of calls since, and waits for nothing
     else that they enqueued. It has a slab of its own: :mod:`megatron_flux.layers.linears` gathers for another layer

@@ -86,8 +86,7 @@ def patch(config: FluxConfig | None = None) -> None:
     ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
-        UserError: a backend, a link or a wire format that does not exist, a budget that is no number of bytes, or a bad
-            value of one of the package's environment variables.
+        UserError: a bad value in ``config``, or in one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global was_patched
@@ -245,13 +244,11 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
     """Tune the calls of a patched model's linears now instead of in its first steps, on calls that are made up.
 
-    The stages of a pipeline do so at the same time, each in its own tensor-parallel group. Calls of other shapes are
-    tuned as they come. A collective call of every tensor-parallel group; random states stay as they are. Under
-    ``torch.no_grad()`` forward alone is tuned.
-
+    A collective call of every tensor-parallel group; the stages of a pipeline do so at the same time. Calls of other
+    shapes are tuned as they come. Random states stay as they are. Under ``torch.no_grad()`` forward alone is tuned.
     ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of
     all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend
-    tunes (on CPUs, for instance). An error unless :func:`patch` was called before.
+    tunes (on CPUs, for instance). Raises UserError unless :func:`patch` was called before.
     """
     if _linears is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")

@@ -53,11 +53,9 @@ class StockReasons:
     def __init__(
         self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
-        """``added``: as of :func:`~megatron_flux.patch.megatron_core.check_symbols`.
-
-        ``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
-
-        ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
+        """``added``: as of :func:`~megatron_flux.patch.megatron_core.check_symbols`. ``row``: ``RowParallelLinear``; a
+        subclass with its own ``_forward_impl`` is left alone. ``te``: the checked TransformerEngine, why the installed
+        one cannot be used (its layers run stock), or None.
         """
         self.config = config  # may be exchanged while patched: every call reads it
         self.added, self.te = added, cast(Any, te)

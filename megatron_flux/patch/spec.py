@@ -62,10 +62,9 @@ def flux_spec(spec: _Spec, config: FluxConfig | None = None) -> _Spec:
 
 
 def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
-    """Return a ``BackendSpecProvider`` of megatron-core whose tensor-parallel linears run flux.
-
-    It is as ``base`` in all else: by default ``TESpecProvider`` where megatron-core has TransformerEngine, else
-    ``LocalSpecProvider``. ``config`` and errors are as of :func:`flux_spec`.
+    """Return a ``BackendSpecProvider`` of megatron-core as ``base`` whose tensor-parallel linears run flux: by default
+    as ``TESpecProvider`` where megatron-core has TransformerEngine, else ``LocalSpecProvider``. ``config`` and errors
+    are as of :func:`flux_spec`.
     """
     use(config)
     if base is None:

@@ -190,12 +190,10 @@ class TransformerEngine:
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
         """Return what takes this call's wgrad if it is delayed, else None.
 
-        With ``delay_wgrad_compute`` (Megatron's combined 1F1B with expert parallelism) backward puts operands and a
-        function into the module's ``wgrad_store``. ``backward_dw``, which is stock's, takes the oldest, and does the
-        rest: ``weight.grad``, the bias's gradient, and the hooks of Megatron's DistributedDataParallel.
-
-        ``bias``: of a column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy``
-        sums it.
+        With ``delay_wgrad_compute`` backward puts operands and a function into the module's ``wgrad_store``.
+        ``backward_dw``, which is stock's, takes the oldest, and does the rest: ``weight.grad``, the bias's gradient,
+        and the hooks of Megatron's DistributedDataParallel. ``bias``: of a column-parallel layer that adds it; the GEMM
+        sums its gradient. In FP8 None: quantising ``dy`` sums it.
         """
         store, gemm = layer.wgrad_store, self._gemm
         if not store.delay_wgrad_compute():

@@ -98,11 +98,10 @@ class Trial:
         self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0, likely: int = 1,
         ran: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled.
-
-        ``ran``: numbers of candidates that have run for another m. ``meanwhile``: the one of them, or the first, that
-        runs until more is known. ``likely``: the one to take where times of the GPU tell nothing, unless another takes
-        the host less. The group is given with each call: its state holds trials.
+        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled. ``ran``: those
+        that have run for another m; ``meanwhile``: which of them runs until more is known. ``likely``: the one to take
+        where times of the GPU tell nothing, unless another takes the host less. The group, whose state holds trials, is
+        a call's.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self._likely = min(likely, len(self.entries) - 1)

@@ -361,8 +361,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a call that was broken off is taken for a candidate's fault",
         f"{OPS}/tuner/trial.py",
-        "                slab.check()\n",
-        "                pass\n",
+        "        slab.check()\n",
+        "        pass\n",
         (f"{TRIAL}::test_a_call_that_was_broken_off_before_is_no_candidates_fault",),
     ),
     Fault(

@@ -376,8 +376,7 @@ class TrialPlan(Plan):
         trial, entry, group = self._trial, self._trial.entries[candidate], call.group
         about, result, error = f"{trial.about} with {entry.label}", None, None
         try:
-            for slab in list(state_of(group).slabs.values()):
-                slab.check()
+            _check(group)
         except OperatorError as broken:  # not this candidate's fault: peers that have got as far hear so and raise, too
             agreement.of_all_ranks(one_line(broken), group, f"calls before {about}")
             raise
@@ -424,6 +423,11 @@ class TrialPlan(Plan):
             else:
                 del plans[key]  # the next call makes a plan of that
         return plan.run(call)
+
+
+def _check(group: dist.ProcessGroup) -> None:
+    for slab in list(state_of(group).slabs.values()):
+        slab.check()
 
 
 def failed_alike(group: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:

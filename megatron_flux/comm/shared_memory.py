@@ -213,11 +213,13 @@ def _make_file(nbytes: int, device: torch.device | None = None) -> str:
         else:
             # What a thread allocates lies on the NUMA node that it runs on: that of the GPU, where it may run there.
             allowed = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, allowed & nvml.processors(device) or allowed)
+            if near := allowed & nvml.processors(device):
+                os.sched_setaffinity(0, near)
             try:
                 os.posix_fallocate(handle, 0, nbytes)
             finally:
-                os.sched_setaffinity(0, allowed)
+                if near:
+                    os.sched_setaffinity(0, allowed)
     except BaseException:
         os.unlink(name)
         raise

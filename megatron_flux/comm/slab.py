@@ -80,7 +80,7 @@ from megatron_flux.comm.agreement import together
 from megatron_flux.comm.call_table import LAST, CallTable
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.timeouts import Alarm
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
@@ -291,14 +291,6 @@ def capture_id(tensor: torch.Tensor) -> int | None:
     if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
-
-
-def waited_elsewhere(begun: int | None) -> UserError:
-    """Return the error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
-    return UserError(
-        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
-        "be waited for there: finish it before capture begins or ends"
-    )
 
 
 def _synchronise(work: Slab) -> None:

@@ -10,7 +10,8 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import finish_open, push_in_place
 from megatron_flux.comm.group_state import Cache
-from megatron_flux.comm.slab import Slab, of_one_warp, waited_elsewhere
+from megatron_flux.comm.slab import Slab, of_one_warp
+from megatron_flux.errors import UserError
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import MOST_SHAPES, GatheringPlan, Views
 
@@ -90,7 +91,10 @@ class AllGatherPlan(GatheringPlan):
 
             def wait() -> None:
                 if work.current_capture() != capture:
-                    raise waited_elsewhere(capture)
+                    raise UserError(
+                        f"an all_gather that was begun {'outside of' if capture is None else 'inside'} a CUDA graph's "
+                        "capture can only be waited for there: finish it before capture begins or ends"
+                    )
                 send()
                 try:
                     # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.

@@ -111,10 +111,9 @@ class TransformerEngine:
     def __init__(self, installed: str, release: Version) -> None:
         """Find the symbols of ``installed``. Raises ImportError, AttributeError: one is missing."""
         self.installed = installed
-        kernels = "transformer_engine_torch"
         self.norms = {
-            "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
-            "RMSNorm": (resolve_name(f"{kernels}:rmsnorm_fwd"), resolve_name(f"{kernels}:rmsnorm_bwd")),
+            kind: [resolve_name(f"transformer_engine_torch:{kind.lower()}_{way}") for way in ("fwd", "bwd")]
+            for kind in ("LayerNorm", "RMSNorm")
         }
         self.dtypes = resolve_name("transformer_engine.pytorch.constants:TE_DType")
         fp8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"

@@ -55,19 +55,16 @@ class Backends:
 def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list[Entry]:
     """Return the candidates, stock first. Collective. ``full``: all of them, not :data:`SHORT`."""
     if keys.by_chunks(call.x, call.group):
-        return [UNMEASURED, *_chunked(call, backends)]
+        chunked = (
+            Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
+            for name, backend in backends.chunked.items()
+            if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None
+            for pieces in piece_counts(call)
+        )
+        return [UNMEASURED, *chunked]
     about, divides = f"candidates of {keys.words_of(call)}", may_divide(call)
     plans = agreement.first_rank(call.group, about, lambda: list_plans(call, full, divides))
     return [UNMEASURED, *(Entry(backend="fused", plan=plan) for plan in plans)]
-
-
-def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
-    return [
-        Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
-        for name, backend in backends.chunked.items()
-        if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None
-        for pieces in piece_counts(call)
-    ]
 
 
 def list_plans(call: OperatorCall, full: bool, divides: bool) -> list[Plan]:

@@ -8,8 +8,7 @@ Contract
     * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it chooses among these),
       and only where backward would gather the same numbers: both directions are exact, or have the same 8-bit wire.
       Where the tuner may take an 8-bit wire for activations, either is as good.
-    * By default it is on where the link is slower than the GEMM: where ``chunked`` runs, or the tuner that may take it,
-      and there is no NVLink.
+    * By default it is on where ``chunked`` runs, or the tuner that may take it, and there is no NVLink.
     * Nothing is kept without a graph, for a frozen weight, in CUDA graphs, or under hooks on saved tensors (offloading,
       ``torch.utils.checkpoint``). The first pass of Megatron's recomputed layers has no graph; the second keeps, since
       its backward comes at once.

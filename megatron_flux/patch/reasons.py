@@ -6,7 +6,7 @@ recognised runs stock.
 
 Activation offloading takes whatever a function saves to the CPU, by torch's hooks on saved tensors; parameters stay.
 TransformerEngine's older kind takes only what its own layers have marked: beside it stock runs. Megatron's makes
-TransformerEngine say that it offloads in the older way, so that layers keep the parameter itself; those here always do.
+TransformerEngine say that it offloads in the older way.
 
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
 since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all. Flux does as stock.

@@ -1,8 +1,8 @@
 """Flux without a patch: layer specs whose tensor-parallel linears are subclasses of megatron-core's that run flux.
 
-For those who want no class of another package changed. A subclass has its base's name, parameters and checkpoints, and
-replaces the one method that :func:`megatron_flux.patch` would, by the same code; configuration and counts are the
-process's. While ``patch()`` is on, it does as its base does, so that no call is counted twice.
+A subclass has its base's name, parameters and checkpoints, and replaces the one method that
+:func:`megatron_flux.patch` would, by the same code; configuration and counts are the process's. While ``patch()`` is
+on, it does as its base does, so that no call is counted twice.
 
 megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction, not for a whole layer:
 there :func:`flux_spec` turns the finished spec into one that runs flux. The output layer, which no spec reaches, stays

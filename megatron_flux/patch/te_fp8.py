@@ -14,13 +14,11 @@ tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax 
 blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
 =========  =============================  ==============================================================================
 
-CUDA graphs are TransformerEngine's matter as they are without flux. A captured call reads the flag of
-:meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and neither registers nor reduces them:
-the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are part of the graph, and of the stream
-in which fused kernels run.
+A captured call reads the flag of :meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and
+neither registers nor reduces them: the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are
+part of the graph, and of the stream in which fused kernels run.
 
-Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
-``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
+Read in the source of releases 2.11 to 2.20; others run stock with that reason. What differs between them:
 
 =====  =================================================================================================================
 2.12   ``prepare_forward`` is no context any more; what is quantised in blocks by columns is always transposed: where

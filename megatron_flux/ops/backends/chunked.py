@@ -35,7 +35,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostCall
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
-from megatron_flux.ops.backend import Backend, BackendPlan, Plan
+from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -61,22 +61,36 @@ def piece_counts(call: OperatorCall) -> list[int]:
     return [count for count in COUNTS if count <= most] or [1]
 
 
-class ChunkedPlan(BackendPlan):
+class ChunkedPlan(Plan):
     """Calls of one spec. Where their addresses come again they are replayed (:mod:`megatron_flux.ops.recordings`)."""
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        recordings = Recordings() if call.x.is_cuda and not call.captured else None
-        super().__init__(backend, call, pieces=pieces, recordings=recordings)
-        if recordings is not None and transport_of(call.group, call.x.device).captures:
+        self.backend, self._pieces, self.nbytes = backend, pieces, backend.bytes_received(call)
+        self.recordings = Recordings() if call.x.is_cuda and not call.captured else None
+        if self.recordings is not None and transport_of(call.group, call.x.device).captures:
             self.replay_ms = REPLAY_MS
-        self.nbytes = backend.bytes_received(call)
+
+    def run(self, call: OperatorCall) -> Any:
+        """See the base class. What an asynchronous call's GEMMs leave to transfer runs beside what comes next."""
+        if torch.is_inference_mode_enabled():  # what is made may outlive it, and be written to by a training
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(call)
+        if not call.x.is_contiguous():
+            call = call._replace(x=call.x.contiguous())
+        if call.operator == "all_gather_gemm":
+            kind = _GatherGemm if call.fp8 is None else _GatherGemmFp8
+            multiplied = run(kind(self.backend, call, self._pieces), self.recordings)
+            return multiplied.y, multiplied.gathered
+        work = (_Gather if call.operator == "all_gather" else _GemmScatter)(self.backend, call, self._pieces)
+        if call.operator == "all_gather" or call.async_op:
+            return Pending(work.result, start(work, self.recordings), keep=(call.x,))
+        return run(work, self.recordings).result
 
 
 class ChunkedBackend(Backend):
     """See the module."""
 
     operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
-    takes_leading_dimensions = True
 
     def __init__(self, name: str = "chunked", wire: str = wires.EXACT) -> None:
         self.name, self.wire = name, wire
@@ -103,32 +117,6 @@ class ChunkedBackend(Backend):
             return call.bytes_received
         peers, rows = call.group.size() - 1, call.m // call.group.size()
         return peers * wires.nbytes(self.wire, rows, call.n if scatters else call.k, call.out.itemsize)
-
-    def all_gather_gemm(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-        kind = _GatherGemm if call.fp8 is None else _GatherGemmFp8
-        work = run(kind(self, call, pieces), recordings)
-        return work.y, work.gathered
-
-    def all_gather(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-        work = _Gather(self, call, pieces)
-        return Pending(work.gathered, start(work, recordings), keep=(call.x,))
-
-    def gemm_reduce_scatter(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`. With ``async_op`` the transfers that are left when
-        the GEMMs have ended run beside what comes next.
-        """
-        work = _GemmScatter(self, call, pieces)
-        if call.async_op:
-            return Pending(work.result, start(work, recordings), keep=(call.x,))
-        return Pending(run(work, recordings).result)
 
 
 class _Chunked(Work):
@@ -191,7 +179,7 @@ class _Gathering(_Chunked):
 class _Gather(_Gathering):
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
         super().__init__(backend, call, pieces)
-        self.gathered = self.full
+        self.result = self.full
 
     def begin(self) -> None:
         _, self._flight = self.begin_gather()

@@ -68,9 +68,8 @@ class P2PLink(HostLink):
 
     def why_held(self) -> str | None:
         """Return why its memory must not be freed now, as far as this rank knows; None if it may."""
-        if self.alarm.view[0]:
-            return self.alarm.message()
-        return None if self._latest is None else f"a call through {self.through} was begun and not waited for"
+        open_call = None if self._latest is None else f"a call through {self.through} was begun and not waited for"
+        return self.alarm.message() or open_call
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]

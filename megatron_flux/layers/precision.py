@@ -66,7 +66,6 @@ class LinearState:
     wires: Wires
     autocast: torch.dtype | None  # in forward
     sequence_parallel: bool
-    """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision
     delayed: DelayedWgrad | None = None
     """Owner that computes wgrad after backward. None: backward computes it."""
@@ -89,7 +88,6 @@ class Precision:
     gathered_dtype: torch.dtype | None = None
     """The dtype in which ``x`` is gathered, if it is not its own."""
     epilogue_bias = False
-    """Option of :func:`megatron_flux.ops.all_gather_gemm`."""
     updates_scales = False
     """Backward ends with :meth:`end_backward`."""
 

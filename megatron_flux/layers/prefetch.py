@@ -54,7 +54,6 @@ class ColumnState(LinearState):
     reduce_dgrad: bool = True
     """Without sequence parallelism ``dx`` is summed over ranks here."""
     returned: Returned | None = None
-    """The norm's output, which forward has returned too."""
     deferred: Callable[[torch.Tensor], bool] | None = None
     """Takes ``dy`` for a wgrad that its owner computes later, with an input that it has too. False: not this time."""
     gather_ahead: bool = False
@@ -63,7 +62,6 @@ class ColumnState(LinearState):
     _pending: Any = None
     _begun: int = 0
     kept: Kept | None = None
-    """The ``x`` that forward has gathered and kept; nothing is gathered then."""
 
     def saved_tensors(self, ctx: Any) -> Saved:
         """Return ``ctx.saved_tensors``, perhaps unpacked already, to the layer's backward; ends the prefetch."""

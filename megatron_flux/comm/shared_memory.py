@@ -43,10 +43,10 @@ _MIB = 1 << 20
 
 
 def obtain(
-    group: dist.ProcessGroup, about: str, work: Callable[[], _Result], advice: str, if_full: str | None = None
+    group: dist.ProcessGroup, about: str, work: Callable[[], _Result], advice: Callable[[bool], str]
 ) -> list[_Result]:
     """Return the result of ``work()`` on every rank; collective. Raises SharedMemoryError on all ranks if it raised on
-    one, with ``advice``, or ``if_full`` where there was too little memory.
+    one, with ``advice(full)``; ``full``: there was too little memory.
     """
 
     def twice() -> _Result:
@@ -62,7 +62,7 @@ def obtain(
     try:
         return together(group, about, twice)
     except TogetherError as error:
-        raise SharedMemoryError(f"{error}: {if_full if if_full and _is_full(str(error)) else advice}") from error
+        raise SharedMemoryError(f"{error}: {advice(_is_full(str(error)))}") from error
 
 
 def _is_full(message: str) -> bool:
@@ -99,15 +99,20 @@ def symmetric(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tu
         keep.append(handle)
         tensors.extend(handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(group.size()))
 
-    advice = (
-        "do all ranks see each other's GPUs, in containers too, and does NVIDIA's fabric manager run where there is "
-        "NVSwitch? MEGATRON_FLUX_LINK=none does without",
-        "leave more of the GPU's memory free, or train with less of it: a smaller micro-batch, a shorter sequence, "
-        "recomputation",
-    )
+    def advice(full: bool) -> str:
+        if full:
+            return (
+                "leave more of the GPU's memory free, or train with less of it: a smaller micro-batch, a shorter "
+                "sequence, recomputation"
+            )
+        return (
+            "do all ranks see each other's GPUs, in containers too, and does NVIDIA's fabric manager run where there "
+            "is NVSwitch? MEGATRON_FLUX_LINK=none does without"
+        )
+
     about = f"sharing {nbytes >> 20} MiB of GPU memory among ranks {dist.get_process_group_ranks(group)}"
-    obtain(group, about, allocate, *advice)
-    obtain(group, f"{about} (mapping)", map_all, *advice)
+    obtain(group, about, allocate, advice)
+    obtain(group, f"{about} (mapping)", map_all, advice)
     return tensors, keep
 
 
@@ -169,11 +174,13 @@ def _map_files(
         for view in views[len(pinned) :] if pin else ():
             pinned.append(cuda_driver.register(view.ctypes.data, nbytes))
 
-    needed, total = -(-nbytes * group.size() // _MIB), host_room()[0]
-    advice = (
-        f"{group.size()} ranks need {needed} MiB, and {FOLDER} has {total // _MIB} in all; give the container more "
-        f"shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
-    )
+    def advice(_: bool) -> str:
+        needed, total = -(-nbytes * group.size() // _MIB), host_room()[0]
+        return (
+            f"{group.size()} ranks need {needed} MiB, and {FOLDER} has {total // _MIB} in all; give the container more "
+            f"shared memory (docker run --shm-size={needed + 64}m, or --ipc=host)"
+        )
+
     about = f"sharing {-(-nbytes // _MIB)} MiB of {FOLDER}"
     try:
         hosts, names[:] = zip(*obtain(group, about, make_own, advice), strict=True)

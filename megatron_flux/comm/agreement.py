@@ -2,16 +2,8 @@
 job's store.
 
 Use it for what a call does once (compare shapes, probe the link, make workspaces, tune), so that no rank raises while
-its peers wait:
-
-* :func:`of_all_ranks`: all-gather one small Python object per rank.
-* :func:`begin`: the same in two halves. What a rank does between them, its peers need not wait for, nor it for them.
-* :func:`together`: run a function on every rank; it succeeds on all of them or raises on all of them.
-* :func:`first_rank`: run a function on the first rank only (files) and broadcast its result *or its error*.
-* :func:`failures`: on which ranks something that all have just tried has failed.
-
-It does not use the group's backend, because where one rank fails before it launches a kernel, its peers' GPUs already
-wait for it in theirs, and NCCL's kernels would wait behind those.
+its peers wait. It does not use the group's backend, because where one rank fails before it launches a kernel, its
+peers' GPUs already wait for it in theirs, and NCCL's kernels would wait behind those.
 
 Contract
     * The first agreement of a group begins with a *meeting* over the job's store, for which all ranks wait: if all are
@@ -59,7 +51,6 @@ Address = tuple[int, int, bytes]
 MEET_EVERY = 10_000
 """Agreements, of some hundred bytes each, between two meetings of a group that has boxes."""
 _LOOK_S = 0.5
-"""Seconds between two looks at the peers' processes."""
 _SPIN_S = 0.0001
 """Seconds of a wait that are spent awake: a thread that sleeps wakes up 0.05 to 0.1 ms late."""
 _MAX_PAUSE_S = 0.02
@@ -103,7 +94,6 @@ class Box:
     _TOKEN_BYTES = 8
 
     def __init__(self, handle: int) -> None:
-        """Take over the descriptor ``handle``."""
         self._handle = handle
         self._at = self._TOKEN_BYTES  # where the next message to read begins
         weakref.finalize(self, os.close, handle).atexit = False
@@ -167,7 +157,6 @@ class Agreements:
         self._box: Box | None = None
         """This rank's box, if messages go that way."""
         self._boxes: dict[int, Box] = {}
-        """Peers' boxes, if messages go that way."""
         self._came: dict[tuple[int, int], bytes] = {}
         """What has come in boxes, by number and rank."""
 
@@ -195,10 +184,8 @@ class Agreements:
             own, address = Box.create()
         here = machine()
         place: tuple[_Machine, int, Address | None] = here, os.getpid(), address
-        places = dict(zip(self._ranks, self.begin(place, about, "")(), strict=True))
         boxes: dict[int, Box] = {}
-        for rank in self._ranks:
-            where, process, address = places[rank]
+        for rank, (where, process, address) in zip(self._ranks, self.begin(place, about, "")(), strict=True):
             if where == here and rank != self._rank:
                 try:
                     self._peers[rank] = psutil.Process(process)
@@ -256,9 +243,7 @@ class Agreements:
         return list(values)
 
     def _read(self, number: int, found: dict[int, bytes], ranks: list[int]) -> list[int]:
-        """Add to ``found`` the messages of ``ranks`` that are there, those in the store only together, and return the
-        ranks whose messages are not.
-        """
+        """Move the messages of ``ranks`` that are there, of the store all or none, to ``found``; return the others."""
         for rank, box in self._boxes.items():
             for one, message in box.new():
                 self._came[one, rank] = message
@@ -318,9 +303,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreements] = weakref.
 
 
 def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], list[_Result]]:
-    """Begin :func:`of_all_ranks` and return what ends it, with its result; it waits for nobody, but in a meeting.
-    Collective, as the end is, which is called once.
-    """
+    """Begin :func:`of_all_ranks` and return what ends it, once; it waits for nobody, but in a meeting. Collective."""
     agreements = _agreements.get(group)
     if agreements is None:
         agreements = _agreements[group] = Agreements(group)
@@ -328,16 +311,12 @@ def begin(value: _Result, group: dist.ProcessGroup, about: str) -> Callable[[], 
 
 
 def of_all_ranks(value: _Result, group: dist.ProcessGroup, about: str = "a comparison") -> list[_Result]:
-    """All-gather one small Python object per rank, in rank order; collective, on hosts alone. ``about`` names the
-    operator or the piece of work, alike on all ranks. Raises OperatorError: see the module.
-    """
+    """All-gather one small object per rank; collective. ``about`` is alike on all ranks. Raises OperatorError."""
     return begin(value, group, about)()
 
 
 def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> list[_Result]:
-    """Run ``work()`` on every rank and return all results; collective. Raises TogetherError on all ranks, with the
-    causes in words, if it raised on one.
-    """
+    """Run ``work()`` on every rank and return all results. Raises TogetherError on all ranks if it raised on one."""
     value: _Result | None = None
     error: Exception | None = None
     try:
@@ -353,9 +332,7 @@ def together(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) 
 
 
 def first_rank(group: dist.ProcessGroup, about: str, work: Callable[[], _Result]) -> _Result:
-    """Run ``work()`` on the first rank of ``group`` alone and return its result on all; collective. Raises
-    TogetherError on all ranks if it raised there.
-    """
+    """Run ``work()`` on the first rank of ``group`` alone and return its result, or raise TogetherError, on all."""
     return together(group, about, work if group.rank() == 0 else lambda: None)[0]  # type: ignore[return-value, arg-type]
 
 

@@ -1,14 +1,9 @@
 """The collectives of tensor parallelism over torch.distributed (NCCL or gloo).
 
-Rank ``r`` of a group of ``tp`` owns rows ``[r*m/tp, (r+1)*m/tp)`` of a matrix of ``m`` rows:
-
-* :func:`all_gather`: ``[m/tp, k]`` on every rank to ``[m, k]`` on every rank, in rank order.
-* :func:`reduce_scatter`: ``[m, n]`` partial sums on every rank to the summed shard ``[m/tp, n]`` of each rank.
-* :func:`all_reduce`: ``[m, n]`` partial sums on every rank to their sum on every rank, without sequence parallelism.
-
-All ranks of the group call them with the same shape and dtype, in the same order. A failure (a peer that died, a
-transport error) is an OperatorError that names rank, operator, peers and shape. How long a lost peer goes unnoticed is
-the process group's own time-out.
+Rank ``r`` of a group of ``tp`` owns rows ``[r*m/tp, (r+1)*m/tp)`` of a matrix of ``m`` rows. All ranks of the group
+call them with the same shape and dtype, in the same order. A failure (a peer that died, a transport error) is an
+OperatorError that names rank, operator, peers and shape. How long a lost peer goes unnoticed is the process group's own
+time-out.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Contract
     :class:`Push` copies a shard ``[mp, k]`` to all peers, in reverse ring order so that a receiver has one writer at a
     time: step ``d`` of rank ``r`` goes to rank ``r - d``. Behind each copy travels the epoch of the call
     (:mod:`megatron_flux.comm.slab`), into the receiver's flags ``[tp]``, or ``[tp, 2]`` where shards come in two pieces
-    of columns (:class:`Edges`); rank ``r`` sets row ``r``. It is a list of addresses, which depends on nothing but
-    shapes: a later call enqueues the same list for another x. On CPUs the processor copies at once.
+    of columns (:class:`Edges`); rank ``r`` sets row ``r``. On CPUs the processor copies at once.
 
 Hazards
     * Copies take no SM from the GEMM that they hide behind, but must be enqueued before it: with one hardware queue
@@ -19,8 +18,8 @@ Hazards
     * One stream for all copies of a group: on two, four or seven at once they are half as fast, and what a GEMM waits
       for must not share the link with what is needed later.
 
-Measured (4 x H200): holding each step until the rank before had finished was within 3 % of doing nothing
-(results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
+Measured: holding each step until the rank before had finished was within 3 % of doing nothing (4 x H200,
+results/ops-h200x4-nvlink-triton). Each piece costs 6 us of the copy engine's time beside its bytes (2 x H200,
 results/stand-in-8-h200x2), so shards are cut only where it is worth that.
 """
 
@@ -33,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_flux import cuda_driver as driver
-from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, CopyStream, Slab
+from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, Side, Slab
 
 
 class Edges(NamedTuple):
@@ -65,9 +64,7 @@ class Copy(NamedTuple):
 
 
 class Push(NamedTuple):
-    """The copies of a shard to all peers, and the address of the epoch that follows each. ``x`` is where it lies: the
-    caller's, or its place in this rank's own half.
-    """
+    """The copies of a shard to all peers, and the address of the epoch that follows each."""
 
     copies: list[Copy]
     epoch: int
@@ -120,9 +117,7 @@ def order(tp: int, k: int, edges: Edges) -> list[tuple[int, int, slice]]:
 def push_of(
     work: Slab, half: int, mp: int, k: int, dtype: torch.dtype, edges: Edges, scales: torch.Size | None = None
 ) -> Push:
-    """Build the copies of shards ``[mp, k]`` of ``dtype`` into a half of the slab; ``scales``: the shape of a shard's
-    fp32 scales, which travel with its first piece.
-    """
+    """Build the copies of shards ``[mp, k]`` into a half; ``scales``: the shape of a shard's, which go first."""
     rank, tp, size, flags = work.rank, work.tp, dtype.itemsize, 1 if edges == WHOLE else 2
     pitch, epoch, copies = k * size, work.epochs.data_ptr() + 4 * half, []
     places = None if scales is None else work.scale_buffers(half, tp * mp * pitch, scales)
@@ -150,38 +145,25 @@ def push_in_place(work: Slab, half: int, mp: int, k: int) -> Push:
     return Push(copies, work.epochs.data_ptr() + 4 * half)
 
 
-class Side(NamedTuple):
-    """The stream of the copies and the events that order it with the caller's, as handles for the driver."""
-
-    stream: int
-    before: int
-    after: int
-    keep: CopyStream  # owns the handles
-
-
 def side_of(work: Slab) -> Side:
     """Return the stream of the copies of ``work``, on a GPU."""
-    copies = work.side
-    if copies is None:
+    if work.side is None:
         stream = work.streams.get(work.captured)
         if stream is None:
             stream = work.streams[work.captured] = torch.cuda.Stream(work.data_table.device, priority=-1)
-        copies = CopyStream(stream, torch.cuda.Event(), torch.cuda.Event())
-        for event in (copies.before, copies.after):
-            event.record(copies.stream)  # an event has no handle before
-        work.side = copies
-    return Side(copies.stream.cuda_stream, copies.before.cuda_event, copies.after.cuda_event, copies)
+        events = before, after = torch.cuda.Event(), torch.cuda.Event()
+        for event in events:
+            event.record(stream)  # it has no handle before
+        work.side = Side(stream.cuda_stream, before.cuda_event, after.cuda_event, stream, events)
+    return work.side
 
 
 def finish_open(work: Slab) -> None:
-    """Wait for the gather that is open on ``work``, if there is one. One that was begun in another capture is
-    forgotten: that capture failed, and nothing of it has run or will.
+    """Wait for the gather that is open on ``work``. One that was begun in another capture is forgotten: that capture
+    failed, and nothing of it has run or will.
     """
-    unfinished = work.open_gather
-    if unfinished is None:
-        return
-    work.check()  # before it: a wait on a poisoned slab could end in a time-out instead of the cause
+    work.check()  # first: a wait on a poisoned slab could end in a time-out instead of the cause
     if work.capture is None or work.capture == work.current_capture():
-        unfinished.wait()
+        work.open_gather.wait()  # type: ignore[union-attr]
     else:
         work.open_gather = None

@@ -46,19 +46,16 @@ MOST_SIZES = 4
 class Cache(dict[_Key, _Value]):
     """Drop the oldest of more than ``most`` entries, as a training needs whose shapes never come again.
 
-    Looking up costs what it costs in a dict. The oldest is the one that was made first, not the one that was used last:
-    ranks that make the same calls drop the same entries, whatever each of them looks up. So entries that ranks have
-    agreed on may be kept here, as long as they are made by calls that all ranks make. A caller that still uses an entry
-    holds it.
+    The oldest is the one that was made first, not the one that was used last: ranks that make the same calls drop the
+    same entries, whatever each of them looks up. So entries that ranks have agreed on may be kept here, if they are
+    made by calls that all ranks make. A caller that still uses an entry holds it.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        """``most``: None is :data:`MOST_ENTRIES`."""
         super().__init__()
         self._most = most
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
-        """Keep ``value`` under ``key``."""
         while len(self) >= (self._most or MOST_ENTRIES) and key not in self:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
                 self.pop(next(iter(self)), None)
@@ -89,7 +86,6 @@ class GroupState:
     """See the module; from :func:`state_of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Make the state of ``group``, and allocate nothing."""
         self._group = weakref.ref(group)
         self.slabs: dict[tuple[str, bool], Slab] = {}
         """By purpose and whether captured calls run on it: the largest so far."""
@@ -116,14 +112,12 @@ class GroupState:
         self.chosen: dict[Hashable, Any] = {}
         """Results of :mod:`megatron_flux.layers.keep` and :mod:`megatron_flux.layers.fp8`."""
         self.plans: Cache[Hashable, Any] = Cache()
-        """By backend that was asked for and :class:`~megatron_flux.ops.call.CallSpec`: how calls run
-        (:mod:`megatron_flux.ops.backend`)."""
+        """By backend that was asked for and a call's key: how such calls run (:mod:`megatron_flux.ops.backend`)."""
         self.fused: Cache[Hashable, Any] = Cache()
         """Plans that serve calls of any m (:mod:`megatron_flux.ops.fused`), by what these have in common."""
         self.further: Cache[Hashable, Any] = Cache()
         """How a tuner's calls of a further m run, by what these have in common. It holds plans of :attr:`fused`."""
         self.tuned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """A tuner's plans for this group."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -177,11 +171,11 @@ class GroupState:
             slab.alarm.close()
 
     def renew_slabs(self) -> None:
-        """Let the next calls make new slabs, after exceptions have poisoned the old ones.
+        """Let the next calls make new slabs, after exceptions have poisoned the old ones. Waits for the device. An open
+        gather keeps its slab until it is waited for; so do graphs.
 
         Collective, and only where the same calls have raised on every rank, so that no peer waits for one of them
-        (:mod:`megatron_flux.comm.slab`, *Exceptions*). Waits for the device. An open gather keeps its slab until it is
-        waited for; so do graphs.
+        (:mod:`megatron_flux.comm.slab`, *Exceptions*).
         """
         for device in {slab.data_table.device for slab in self.slabs.values()}:
             if device.type == "cuda":
@@ -207,10 +201,7 @@ class GroupState:
         return next((why for one in self._device_links() if (why := one.why_held()) is not None), None)
 
     def free(self) -> None:
-        """Free the GPU memory of slabs and transports; the next calls make them again.
-
-        All ranks do so, with no call under way on any of them, and :meth:`why_held` is None on all.
-        """
+        """Free the GPU memory of slabs and transports; no rank has a call under way, or a :meth:`why_held`."""
         for transport in self._device_links():
             transport.alarm.close()
         self.transports = {key: one for key, one in self.transports.items() if not getattr(one, "device_bytes", 0)}

@@ -1,20 +1,13 @@
 """The link through host memory: moves rows between the ranks of one host, without peer access and without SMs.
 
 For operators that multiply block by block (:mod:`megatron_flux.ops.backends.chunked`). A link knows bytes and peers, no
-matrices. It offers two calls:
-
-* *gather*: every rank sends one block of bytes to all its peers;
-* *exchange*: every rank sends each peer a block of its own, one after the other.
+matrices. In a *gather* every rank sends one block of bytes to all its peers; in an *exchange* each peer a block of its
+own, one after the other.
 
 Blocks move in *pieces*, cut at the same offsets on all ranks, so that a GEMM can begin with the first rows that are
 here, and end soon after the last. What a rank sends goes by copy engine into slots of its region of shared memory, and
-from there into its peers' GPUs: in a gather the block is copied to host memory once and all peers read it; in an
-exchange each pair has slots of its own. The parts:
-
-* :mod:`~megatron_flux.comm.shared_memory`: the memory;
-* :mod:`~megatron_flux.comm.host_schedule`: what lies where in it, and what is enqueued in which order, once per size;
-* :mod:`~megatron_flux.comm.lanes`: the queues that copies and waits go into;
-* :mod:`~megatron_flux.comm.host_progress`: time-outs.
+from there into its peers' GPUs. :mod:`~megatron_flux.comm.host_schedule` has what lies where and what is enqueued in
+which order, :mod:`~megatron_flux.comm.lanes` the queues, :mod:`~megatron_flux.comm.host_progress` the time-outs.
 
 Contract
     * All ranks of a group make the same calls with the same sizes in the same order, as for any collective. A call
@@ -37,8 +30,8 @@ Hazards
     * **What stands before a wait on the caller's stream.** The lanes follow the caller's stream where they read what it
       writes; it follows them where it reads what they write, and at the end of a call. Peers' work is waited for
       through words alone.
-    * **Host time.** Each chunk costs a driver call for its words and one for its copy in each lane, about 3 us each
-      (2 x H200). All but the addresses of tensors is laid out once for all calls of a size on a stream.
+    * **Host time.** Each chunk costs two driver calls in each lane, about 3 us each (2 x H200). All but addresses of
+      tensors is laid out once for all calls of a size on a stream.
     * **CUDA graphs** may hold calls: all that is enqueued depends on nothing but sizes. In which order a graph's
       branches reach the hardware is not specified: ``tests/gpu/checks_host.py`` passed on two H100s with one queue and
       with eight. The shared memory whose addresses a graph holds is never given back.
@@ -90,7 +83,6 @@ class HostLink:
     kind = "host"
     through = "host memory"
     captures = True
-    """Its calls may become part of CUDA graphs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout | None = None) -> None:
         """Collective. Raises UserError if there is no shared memory for it, or not enough."""
@@ -101,13 +93,11 @@ class HostLink:
         self._regions = shared_memory.make_regions(group, self.layout.region_bytes, device)
         self._progress = progress = Progress(group, device, self.layout, self._regions)
         self.alarm = progress.alarm
-        """Alarm of its waits."""
         self._programs: Cache[tuple[str, str, tuple[int, ...], int, bool], Program] = Cache()
-        self._latest: HostGather | HostExchange | None = None
+        self._latest: HostCall | None = None
         """Keeps the operands of a call that was broken off: lanes may be at work on them."""
         self.lanes: Any = None
         self.number = next(_numbers)
-        """Of this link among all of the process."""
         self._replayed_on: int | None = None
         """The stream of the latest call if that was replayed. Else lanes are behind all replays."""
         self._sides: dict[tuple[int, str], Side] = {}
@@ -135,22 +125,19 @@ class HostLink:
         """Shared memory that this rank owns."""
         return self.layout.region_bytes
 
-    def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostGather:
+    def gather(self, operator: str, local: torch.Tensor, gathered: torch.Tensor, cuts: Sequence[int]) -> HostCall:
         """Send ``local`` (``nbytes``) to all peers; peer ``p``'s arrives in ``gathered``, ``p * nbytes`` from its
         begin. The part of this rank is left alone. ``cuts``: where pieces begin, and ``nbytes``.
         """
-        here = self.lanes.current()
-        self._latest = call = HostGather(self, self._begin("gather", operator, cuts, here), local, gathered, here)
+        call = self._begin("gather", operator, local, gathered, cuts)
         call.send()  # what it reads and writes is kept alive by now
         return call
 
-    def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostExchange:
+    def exchange(self, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]) -> HostCall:
         """Send each peer ``p`` a block of ``nbytes``, which is in ``sent``, ``p * nbytes`` from its begin; what it
         sends arrives in ``received`` as of a gather.
         """
-        here = self.lanes.current()
-        self._latest = call = HostExchange(self, self._begin("exchange", operator, cuts, here), sent, received, here)
-        return call
+        return self._begin("exchange", operator, sent, received, cuts)
 
     def poison(self, operator: str, error: BaseException) -> None:
         """Refuse all further calls: ``error`` ended a call of ``operator`` that has begun."""
@@ -159,7 +146,7 @@ class HostLink:
             with contextlib.suppress(Exception):
                 self.lanes.behind(self.lanes.mark(lane), CALLER)
 
-    def end(self, call: HostGather | HostExchange) -> None:
+    def end(self, call: HostCall) -> None:
         """End ``call`` on the current stream: nothing behind the gate runs if a wait was given up."""
         if self._latest is call:
             self._latest = None
@@ -193,8 +180,11 @@ class HostLink:
         if self.alarm.view[0]:
             raise OperatorError(self.alarm.message())
 
-    def _begin(self, kind: str, operator: str, cuts: Sequence[int], here: int) -> Program:
-        """Count a call that begins on the stream ``here``; nothing is enqueued."""
+    def _begin(
+        self, kind: str, operator: str, sent: torch.Tensor, received: torch.Tensor, cuts: Sequence[int]
+    ) -> HostCall:
+        """Count a call; nothing is enqueued."""
+        here = self.lanes.current()
         key = kind, operator, tuple(cuts), here, self._recording
         program = self._programs.get(key)
         if program is None:
@@ -211,18 +201,19 @@ class HostLink:
             self.lanes.behind_earlier()
             self._replayed_on = None
         program.stamp(self._progress.begin(program, captured=captured))
-        return program
+        self._latest = call = HostCall(self, program, sent, received, here)
+        return call
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
-        build = host_schedule.gather if kind == "gather" else host_schedule.exchange
-        return build(self.layout, self.rank, self._regions.lanes, cuts)
+        return host_schedule.program(self.layout, self.rank, self._regions.lanes, cuts, exchange=kind == "exchange")
 
 
-class _HostCall:
-    """A call that has begun."""
+class HostCall:
+    """A call that has begun. Iterate over a gather, on the stream that it began on and to the end, for pieces as they
+    arrive; in an exchange :meth:`send` once for each of ``steps``, in that order.
+    """
 
     def __init__(self, link: HostLink, program: Program, sent: torch.Tensor, received: torch.Tensor, here: int) -> None:
-        """Prepare a call that begins on the stream ``here``, and enqueue nothing yet."""
         self._link, self._program, self._here = link, program, here
         self._sent, self._received = sent, received  # kept alive
         first, nbytes = received.data_ptr(), program.nbytes
@@ -259,16 +250,10 @@ class _HostCall:
             if lanes.current() != self._here:  # the stream that this memory was allocated on does not wait
                 lanes.hold(self._sent)
         self._finished = True
-        self._link.end(self)  # type: ignore[arg-type]
-
-
-class HostGather(_HostCall):
-    """A gather; iterate over it, on the stream that it began on and to the end, for the pieces as they arrive."""
+        self._link.end(self)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield ``(peer, piece)`` in order of arrival. The current stream then comes behind that arrival (on CPUs: it
-        has arrived).
-        """
+        """Yield ``(peer, piece)`` in order of arrival; the current stream is behind it then."""
         run, program, rows = self._link.lanes.run, self._program, self._rows
         for part, laid_out in zip(program.parts[1:], self._next, strict=True):
             run((*laid_out, *program.read), rows)
@@ -276,10 +261,6 @@ class HostGather(_HostCall):
         run(program.sent, rows)
         self._finished = True
         self._link.end(self)
-
-
-class HostExchange(_HostCall):
-    """An exchange: :meth:`send` once for each of ``steps``, in that order."""
 
     @property
     def steps(self) -> list[tuple[int, int]]:

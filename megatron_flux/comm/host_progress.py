@@ -10,11 +10,9 @@ looks a few times a second. When a lane has stood for too long at a wait that is
    behind it runs. Peers are not misled: none of the words that they wait for is touched;
 3. logs what step 1 noted.
 
-A CUDA graph that is replayed, a recording of our own too, comes to the same epochs and batches again and again: the
-epochs in a message are then of the graphs. If every look within the limit meets the same wait unmet, even of different
-replays, that counts as standing still.
-
-On CPUs a lane measures the time itself and raises what step 1 noted.
+A replayed CUDA graph, a recording of our own too, comes to the same epochs and batches again and again: the epochs in a
+message are then of the graphs, and the same unmet wait at every look within the limit, even of different replays,
+counts as standing still. On CPUs a lane measures the time itself and raises what step 1 noted.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from megatron_flux.comm.timeouts import OPERATORS, Alarm
 from megatron_flux.errors import OperatorError
 
 CODES = {name: code for code, name in OPERATORS.items() if code >= 5}
-"""Operator codes in this link's alarms."""
 _EPOCHS = 0x7FFFFFFF
 """Epochs count to this and begin again at 0: an alarm has signed words."""
 _RELEASE_S = 10.0
@@ -56,7 +53,6 @@ class Progress:
     """The calls of a link and where its lanes are in them. It outlives the link while a thread looks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: Layout, regions: Regions) -> None:
-        """Start at epoch 0."""
         self._regions = regions  # must not be unmapped while a thread looks
         self.host = regions.host
         self._layout, self._rank = layout, group.rank()

@@ -5,19 +5,18 @@ Layout
 
         [head: counters of the owner][words][slots]
 
-    The slots are a ring. Everything a rank sends goes through it, to one peer (reduce-scatter) or to all of them
-    (all-gather: the shard is copied to host memory once). Each slot has a word per reader: EMPTY or FULL. The writer
-    waits until the words of all readers are EMPTY, copies, and sets FULL for the readers that the data is for. A reader
-    waits for FULL, copies, and sets EMPTY. Words return to their old values, so a schedule depends on nothing but
-    sizes and is built once per size.
+    The slots are a ring. Everything a rank sends goes through it in *chunks* of at most a slot's size, to one peer
+    (reduce-scatter) or to all of them (all-gather: the shard is copied to host memory once). Each slot has a word per
+    reader: EMPTY or FULL. The writer waits until the words of all readers are EMPTY, copies, and sets FULL for the
+    readers that the data is for. A reader waits for FULL, copies, and sets EMPTY. Words return to their old values, so
+    a schedule depends on nothing but sizes and is built once per size.
 
-    Slots are small, so that data stays in the last-level cache between write and read. In large slots everything goes
-    through memory twice, and four GPUs share that bandwidth. Many slots are no better than few, for the same reason.
-    A block goes in *chunks* of a slot's size.
+    Slots are small and few, so that data stays in the last-level cache between write and read. In large slots
+    everything goes through memory twice, and four GPUs share that bandwidth.
 
 Schedule
-    A call runs the steps of a :class:`Program`. A step is a batch of memory operations and then copies, in one lane.
-    All ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
+    A call runs the steps of a :class:`Program`: batches of memory operations and then copies, each in one lane. All
+    ranks run programs of the same form that differ only in who the peers are. Two lanes each way were no faster
     (results/host-link-h200x2: 101 MB in 2.46 ms at best, one lane 2.49) and cost more host time.
 
 Hazard: with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for) the whole program is one
@@ -79,7 +78,6 @@ class Layout:
     slots: int = 4
 
     def __post_init__(self) -> None:
-        """Raise UserError if the ring is too short for the schedule."""
         if self.slots < MIN_SLOTS:
             raise UserError(f"a link needs at least {MIN_SLOTS} slots, {self.slots} were given")
 
@@ -135,9 +133,7 @@ def default_layout(tp: int) -> Layout:
 
 
 def chunks(first: int, last: int, most: int) -> list[tuple[int, int]]:
-    """Cut bytes ``first`` to ``last`` into ``(offset, nbytes)`` of at most ``most`` bytes, as few as possible and of
-    about equal size: a short one costs as much host time as a long one.
-    """
+    """Cut bytes into few ``(offset, nbytes)`` of about equal size: a short one takes the host as long as a long one."""
     total = last - first
     if total <= 0:
         return []
@@ -158,20 +154,15 @@ class Program:
     """Everything a rank enqueues for one call."""
 
     nbytes: int
-    """Size of a block."""
     operator: str = ""
     parts: list[Part] = field(default_factory=list)
-    """A gather's parts: steps that need no wait, then one part per piece. An exchange's: one part per block, in the
-    order in which they are sent."""
+    """A gather's: steps that need no wait, then one part per piece. An exchange's: one per block, as they are sent."""
     batches: tuple[list[Batch], ...] = field(default_factory=lambda: tuple([] for _ in LANES))
-    """Batches of each lane. A batch writes its index into the head when it begins."""
+    """By lane. A batch writes its index into the head when it begins."""
     laid_out: list[Any] = field(default_factory=list)
-    """What :meth:`run` of the link's lanes takes. Of a gather: each part. Of an exchange: what comes behind each
-    product of the caller's, and the rest."""
-    read: Any = ()
-    """The same for what puts the caller behind all that has been enqueued upwards."""
-    sent: Any = ()
-    """The same for what has been enqueued downwards."""
+    """For :meth:`run` of the link's lanes: a gather's parts; what is behind an exchange's products, and the rest."""
+    read: Any = ()  # puts the caller behind all that has been enqueued upwards
+    sent: Any = ()  # the same downwards
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -219,7 +210,6 @@ class ProgramBuilder:
         self.words: tuple[list[WordOp], ...] = tuple([] for _ in LANES)
         """To be written with each lane's next step."""
         self.steps: list[Enqueued] = []
-        """Of the current part."""
         self._region, self._exchange = region, exchange
 
     def step(self, lane: int, transfer: Transfer = NOTHING, *, last: bool = False) -> None:
@@ -269,59 +259,42 @@ class ProgramBuilder:
                 self.end_part(ends[end])
 
 
-def gather(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of a gather whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions."""
-    tp, own = layout.tp, regions[rank]
-    peers = [(rank + d) % tp for d in range(1, tp)]
-    writes, reads, last_use = [], [], dict[int, int]()
-    for use, (piece, offset, nbytes) in enumerate(
-        (piece, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for chunk in every
-    ):
-        last_use[piece] = use
-        words = {peer: own + layout.word(use, peer) for peer in peers}
-        writes.append(Transfer(
-            [(WordOp(WAIT, word, EMPTY), Wait(peer, rank)) for peer, word in words.items()],
-            [Copy(tp, offset, own + layout.slot(use), nbytes)],
-            [WordOp(WRITE, word, FULL) for word in words.values()],
-        ))  # fmt: skip
-        words = {peer: regions[peer] + layout.word(use, rank) for peer in peers}
-        reads.append(Transfer(
-            [(WordOp(WAIT, word, FULL), Wait(peer, peer)) for peer, word in words.items()],
-            [Copy(peer, offset, regions[peer] + layout.slot(use), nbytes) for peer in peers],
-            [WordOp(WRITE, word, EMPTY) for word in words.values()],
-        ))  # fmt: skip
-    builder = ProgramBuilder(own, cuts[-1], exchange=False)
-    ends = {use: [(peer, piece) for peer in peers] for piece, use in last_use.items()}
-    builder.interleave(layout.slots, writes, reads, ends=ends)
-    return builder.program
+def program(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int], *, exchange: bool) -> Program:
+    """Build the program of a call whose blocks are cut at ``cuts``; ``regions``: addresses of all ranks' regions.
 
-
-def exchange(layout: Layout, rank: int, regions: Sequence[int], cuts: Sequence[int]) -> Program:
-    """Build the program of an exchange whose blocks are cut at ``cuts``. In step ``d`` of a piece rank ``r`` sends to
-    ``r + d``. What is sent to a peer begins at its number of blocks.
+    A gather's chunks are for all peers. In step ``d`` of a piece of an exchange rank ``r`` sends to ``r + d``; what is
+    sent to a peer begins at its number of blocks.
     """
     tp, own = layout.tp, regions[rank]
     peers = [(rank + d) % tp for d in range(1, tp)]
-    writes, reads, last_use = [], [], dict[tuple[int, int], int]()
-    for use, (piece, peer, offset, nbytes) in enumerate(
-        (piece, peer, *chunk) for piece, every in enumerate(layout.chunks(cuts)) for peer in peers for chunk in every
-    ):
-        source = (2 * rank - peer) % tp  # that sends to this rank while this one sends to the peer
-        last_use[peer, piece] = use
-        writes.append(Transfer(
-            # Any of them may have read this slot last.
-            [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to)) for to in peers],
-            [Copy(tp, peer * cuts[-1] + offset, own + layout.slot(use), nbytes)],
-            [WordOp(WRITE, own + layout.word(use, peer), FULL)],
-        ))  # fmt: skip
-        word = regions[source] + layout.word(use, rank)
-        reads.append(Transfer(
-            [(WordOp(WAIT, word, FULL), Wait(source, rank))],
-            [Copy(source, offset, regions[source] + layout.slot(use), nbytes)],
-            [WordOp(WRITE, word, EMPTY)],
-        ))  # fmt: skip
-    builder = ProgramBuilder(own, cuts[-1], exchange=True)
-    *but_last, last = last_use
-    builder.interleave(layout.slots, writes, reads, ends={last_use[block]: [block] for block in but_last})
-    builder.end_part([last])
+    writes: list[Transfer] = []
+    reads: list[Transfer] = []
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for piece, every in enumerate(layout.chunks(cuts)):
+        for targets in [[peer] for peer in peers] if exchange else [peers]:
+            # In an exchange one peer sends to this rank while this one sends to another.
+            sources = [(2 * rank - peer) % tp for peer in targets] if exchange else targets
+            begin = targets[0] * cuts[-1] if exchange else 0
+            for use, (offset, nbytes) in enumerate(every, len(writes)):
+                writes.append(Transfer(
+                    # Any of them may have read this slot last.
+                    [(WordOp(WAIT, own + layout.word(use, to), EMPTY), Wait(to, to if exchange else rank))
+                     for to in peers],
+                    [Copy(tp, begin + offset, own + layout.slot(use), nbytes)],
+                    [WordOp(WRITE, own + layout.word(use, to), FULL) for to in targets],
+                ))  # fmt: skip
+                words = {source: regions[source] + layout.word(use, rank) for source in sources}
+                reads.append(Transfer(
+                    [(WordOp(WAIT, word, FULL), Wait(source, rank if exchange else source))
+                     for source, word in words.items()],
+                    [Copy(source, offset, regions[source] + layout.slot(use), nbytes) for source in sources],
+                    [WordOp(WRITE, word, EMPTY) for word in words.values()],
+                ))  # fmt: skip
+            if every:
+                ends[len(writes) - 1] = [(peer, piece) for peer in targets]
+    builder = ProgramBuilder(own, cuts[-1], exchange=exchange)
+    rest = ends.popitem()[1] if exchange else None
+    builder.interleave(layout.slots, writes, reads, ends=ends)
+    if rest is not None:
+        builder.end_part(rest)
     return builder.program

@@ -2,8 +2,8 @@
 
 The link through host memory (:mod:`megatron_flux.comm.host_link`) has two: one down, from the device to host memory,
 and one up. Operations within a lane run in order; between the two, words decide. On GPUs a lane is a CUDA stream
-(:class:`StreamLanes`): copies by copy engine, words by the GPU's front end (:mod:`megatron_flux.cuda_driver`), no
-SM. On CPUs it is the caller's thread (:class:`ProcessorLanes`).
+(:class:`StreamLanes`): copies by copy engine, words by the GPU's front end, no SM. On CPUs it is the caller's thread
+(:class:`ProcessorLanes`).
 
 Hazards
     * With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all lanes and the caller's stream may be *one* queue:
@@ -102,7 +102,6 @@ class StreamLanes:
     """A CUDA stream for each lane. Addresses are device addresses, those of registered host memory included."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the streams on ``device``."""
         self._index = device.index
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in LANES]
         self._handles = [stream.cuda_stream for stream in self._streams]

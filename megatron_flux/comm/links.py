@@ -1,7 +1,5 @@
 """Topology of a group: how its ranks reach each other's memory, and which other groups' kernels run beside its own.
 
-Each is one collective per group, cached in its state.
-
 =========  ==================================================================================================
 link       meaning
 =========  ==================================================================================================
@@ -22,8 +20,7 @@ start together (:func:`starts_together`).
 
 torch.distributed does not tell whether the stream of the layers waits for a group's collectives, so all groups count
 but those known to be waited for: the default group, and groups over the very ranks of tensor parallelism in
-:data:`WAITED_FOR` (norms, losses, gradients of norms, and identification of ranks). Groups made after the first
-question are not seen.
+:data:`WAITED_FOR`. Groups made after the first question are not seen.
 """
 
 from __future__ import annotations
@@ -68,23 +65,16 @@ class Wanted:
     """Raise where a link cannot be used, instead of using a slower one."""
 
 
-_wanted = Wanted()
-
-
-def wanted() -> Wanted:
-    """Return the current request."""
-    return _wanted
+wanted = Wanted()
 
 
 def asked() -> str | None:
     """Return the strongest link that the user allows; None if nothing was asked for."""
-    return _wanted.link or settings.link()
+    return wanted.link or settings.link()
 
 
 def by_chunks(link: Link | None) -> bool:
-    """Return True if flux chooses chunked backends over ``link``: over host memory, and over peers' memory if that was
-    asked for. Otherwise it chooses between stock and fused kernels.
-    """
+    """Return True if flux chooses chunked backends over ``link``, not fused: ``host``, or ``p2p`` if asked for."""
     return link is not None and (link.kind == "host" or (link.kind == "p2p" and asked() == "p2p"))
 
 
@@ -95,10 +85,10 @@ def name(link: Link) -> str:
 
 def want(what: Wanted) -> None:
     """Set the request on all ranks; a change drops the plans of all groups."""
-    global _wanted
-    if what == _wanted:
+    global wanted
+    if what == wanted:
         return
-    _wanted = what
+    wanted = what
     for state in all_states():
         state.link = None
         state.transports.clear()
@@ -127,18 +117,13 @@ def _weakened(there: Link, group: dist.ProcessGroup, device: torch.device) -> Li
     return Link(link, f"asked for, where there is {there.kind}")
 
 
-def _index(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()
-
-
 def _gpu(device: torch.device) -> tuple[str, str]:
-    """Return this rank's host and the UUID of its GPU."""
-    return socket.gethostname(), str(torch.cuda.get_device_properties(_index(device)).uuid)
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _link(group: dist.ProcessGroup, device: torch.device, gpus: list[tuple[str, str]]) -> Link:
     """Return the link that this rank sees between the ``gpus`` of all ranks (:func:`_gpu`)."""
-    index = _index(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
     hosts, uuids = zip(*gpus, strict=True)
     if len(set(hosts)) > 1:
         return Link("none", "the group spans several hosts")
@@ -196,10 +181,7 @@ def beside(group: dist.ProcessGroup) -> Beside:
 
 
 def starts_together(group: dist.ProcessGroup, *, captured: bool) -> bool:
-    """Return True if fused calls of ``group`` must begin on all ranks together: :meth:`~comm.slab.Slab.start`.
-
-    ``captured``: calls in CUDA graphs. Collective on first use.
-    """
+    """Return True if fused calls begin on all ranks together (:meth:`Slab.start`). Collective on first use."""
     there = state_of(group).beside or beside(group)
     if there.high_priority or (there.others and captured):
         return True

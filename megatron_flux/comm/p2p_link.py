@@ -1,11 +1,9 @@
 """The link through peers' memory: for GPUs of one host with peer access, whatever connects them.
 
-What a rank sends goes by copy engine straight into slots in the memory of the GPU that it is for, and from there by a
-copy within that GPU to where it belongs. No SM of the sender takes part, no host memory but for words. Who sends to
-whom when: :mod:`~megatron_flux.comm.p2p_schedule`. Everything else is the link through host memory
+What a rank sends goes by copy engine straight into slots in the memory of the GPU that it is for (torch's symmetric
+memory), and from there by a copy within that GPU to where it belongs; no SM of the sender takes part.
+:mod:`~megatron_flux.comm.p2p_schedule` says who sends to whom when. All else is the link through host memory
 (:mod:`~megatron_flux.comm.host_link`): contract, lanes, time-outs, poison, the gate at the end.
-
-Slots are torch's symmetric memory (CUDA's virtual memory, exported to the peers); NVLink multicast is refused.
 
 Words lie in shared host memory, not beside the data
     * A word is written behind the copy in the order of its stream, as CUDA's own events between processes are. Memory
@@ -70,9 +68,8 @@ class P2PLink(HostLink):
 
     def why_held(self) -> str | None:
         """Return why its memory must not be freed now, as far as this rank knows; None if it may."""
-        if self.alarm.view[0]:
-            return self.alarm.message()
-        return None if self._latest is None else f"a call through {self.through} was begun and not waited for"
+        open_call = None if self._latest is None else f"a call through {self.through} was begun and not waited for"
+        return self.alarm.message() or open_call
 
     def _build(self, kind: str, cuts: Sequence[int]) -> Program:
         rounds = self._rounds[getattr(p2p_schedule, kind)]

@@ -1,9 +1,5 @@
-"""Memory that the ranks of a group share: on their GPUs, or on their host. The one allocator for both.
-
-* :func:`allocate`: tensors of all ranks, on their GPUs or, for CPUs, in host memory.
-* :func:`make_regions`: a region of host memory for each rank, pinned where there is a GPU.
-
-Boxes of agreements (:class:`~megatron_flux.comm.agreement.Box`) are made without this, which agrees itself.
+"""Memory that ranks of a group share: on their GPUs (:func:`allocate`), or on their host, pinned where there is a GPU
+(:func:`make_regions`). The one allocator for both.
 
 Contract
     * All are collective. Each step succeeds on all ranks, or raises SharedMemoryError on all of them with advice: no
@@ -28,7 +24,7 @@ import os
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,11 +72,7 @@ def _is_full(message: str) -> bool:
 
 
 def allocate(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Return uint8 ``[nbytes]`` of every rank, and what keeps it mapped.
-
-    On CPUs it is shared memory of the host, so that schedules, flags, epochs, reuse and time-outs are tested with real
-    processes and real concurrency where there is no GPU. It is not a fast path.
-    """
+    """Return uint8 ``[nbytes]`` of every rank, and what keeps it mapped; for CPUs, in tests, host memory."""
     if device.type == "cuda":
         return symmetric(group, nbytes, device)
     return host_tensors(group, nbytes), None
@@ -167,9 +159,7 @@ def host_tensors(group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
 def _map_files(
     group: dist.ProcessGroup, nbytes: int, allocate: Callable[[], str], *, pin: bool
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Map every rank's file, which ``allocate`` makes there, and return this process's views of the memory, and its
-    addresses for the device with ``pin``. Raises UserError for several hosts.
-    """
+    """Map every rank's file, which ``allocate`` makes; return its views and, with ``pin``, device addresses."""
     names: list[str] = []
     views: list[np.ndarray] = []
     pinned: list[int] = []
@@ -221,34 +211,25 @@ def host_room() -> tuple[int, int]:
 
 
 def _make_file(nbytes: int, device: torch.device | None = None) -> str:
-    """Make a file of that size and return its name. With a ``device`` its memory is there, near it; else the system
-    allocates what is touched. Raises OSError.
-    """
+    """Make a file, with a ``device`` with memory near it, and return its name. Raises OSError."""
     prefix = "megatron_flux_" if device is None else "megatron_flux_host_"
     handle, name = tempfile.mkstemp(prefix=prefix, dir=FOLDER)
     try:
         if device is None:
             os.ftruncate(handle, nbytes)
         else:
-            with _on_processors_near(device):
+            # What a thread allocates lies on the NUMA node that it runs on: that of the GPU, where it may run there.
+            allowed = os.sched_getaffinity(0)
+            if near := allowed & nvml.processors(device):
+                os.sched_setaffinity(0, near)
+            try:
                 os.posix_fallocate(handle, 0, nbytes)
+            finally:
+                if near:
+                    os.sched_setaffinity(0, allowed)
     except BaseException:
         os.unlink(name)
         raise
     finally:
         os.close(handle)
     return name
-
-
-@contextlib.contextmanager
-def _on_processors_near(device: torch.device) -> Iterator[None]:
-    """Run this thread on processors of the GPU's NUMA node, where it may, so that what it allocates lies there."""
-    allowed = os.sched_getaffinity(0)
-    near = allowed & nvml.processors(device)
-    if near:
-        os.sched_setaffinity(0, near)
-    try:
-        yield
-    finally:
-        if near:
-            os.sched_setaffinity(0, allowed)

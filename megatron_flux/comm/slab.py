@@ -80,7 +80,7 @@ from megatron_flux.comm.agreement import together
 from megatron_flux.comm.call_table import LAST, CallTable
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.timeouts import Alarm
-from megatron_flux.errors import OperatorError, UserError
+from megatron_flux.errors import OperatorError
 
 if TYPE_CHECKING:
     from megatron_flux.kernels.launch import Relaunch
@@ -101,19 +101,20 @@ SCALES_AT = 128
 HEAD = 2 * 4 * FLAG_WORDS  # bytes of both halves' flags, which come first in a slab
 
 
-class CopyStream(NamedTuple):
-    """The stream of the copies, and events to put it behind and before the caller's stream."""
+class Side(NamedTuple):
+    """The stream of the copies and the events that order it with the caller's, as handles for the driver."""
 
-    stream: torch.cuda.Stream
-    before: torch.cuda.Event
-    after: torch.cuda.Event
+    stream: int
+    before: int
+    after: int
+    owner: torch.cuda.Stream
+    events: tuple[torch.cuda.Event, ...] = ()
 
 
 class StreamOrder:
-    """Put calls on a GPU in one order, whatever streams they are made on."""
+    """Put calls on the GPU ``index`` in one order, whatever streams they are made on."""
 
     def __init__(self, index: int) -> None:
-        """``index``: of the GPU."""
         self._index = index
         self.raw = -1
         """The latest stream's handle: asking for the stream itself costs twenty times as much."""
@@ -131,9 +132,7 @@ class StreamOrder:
 
 @functools.cache
 def kernels_on(index: int) -> StreamOrder:
-    """Return the order of the GPU's kernels that wait on all SMs: two of them at once, on whatever slabs, could each
-    keep the other's peer waiting.
-    """
+    """Return the order of kernels that wait on all SMs: two at once could each keep the other's peer waiting."""
     return StreamOrder(index)
 
 
@@ -158,7 +157,7 @@ class Slab:
     calls: int = 0  # so far; of a captured slab since the last one that was synchronised
     in_graphs: bool = False  # a call on it has been captured
     open_gather: Pending | None = None  # the all_gather that was begun here and not waited for
-    side: CopyStream | None = None
+    side: Side | None = None
     streams: dict[bool, torch.cuda.Stream] = field(default_factory=dict)
     """Of the copies, by whether calls are captured; those of one group share them."""
     limit: int = MOST_CALLS  # calls after which a plan asks the group for a slab again; 0 once it is replaced
@@ -168,7 +167,6 @@ class Slab:
     sums: torch.Tensor | None = None  # see :meth:`make_sums`
 
     def __post_init__(self) -> None:
-        """Look the device up once."""
         self._index = self.data_table.get_device()
         self._halves: dict[torch.dtype, Sequence[torch.Tensor]] = {}
         self._order = self._outside = StreamOrder(self._index)
@@ -185,7 +183,7 @@ class Slab:
         synchronise = self.captured and self._enter_capture()
         raw = -1 if self._index < 0 else torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._order.raw:
-            self._follow()
+            self._order.follow()
         half = self.calls & 1
         self.calls += 1
         if (table := self.table) is not None:  # CallTable.enter, without the time of a call
@@ -213,10 +211,9 @@ class Slab:
         return True
 
     def start(self, half: int) -> None:
-        """Enqueue the kernel that returns once all ranks have come to the call in ``half``.
-
-        Behind the barrier of a synchronised call it waits for nobody; but without it a capture would be the first to
-        launch it, and kernels cannot be loaded there.
+        """Enqueue the kernel that returns once all ranks have come to the call in ``half``. Behind a synchronised
+        call's barrier it waits for nobody; but a capture must not be the first to launch it: kernels cannot be loaded
+        there.
         """
         if (order := self.kernel_order) is not None and self.capture is None:
             order.follow()
@@ -230,7 +227,7 @@ class Slab:
     def end(self) -> None:
         """End a call on the current stream: put it behind all that the slab's streams were given before."""
         if self.data_table.is_cuda:
-            self._follow()
+            self._order.follow()
         else:
             self.check()
 
@@ -250,16 +247,11 @@ class Slab:
             self.alarm.poison(operator, error)
         if self.side is not None:
             with contextlib.suppress(Exception):
-                _join(self.side.stream, captured)
+                _join(self.side.owner, captured)
 
     def current_capture(self) -> int | None:
         """Return the number of the capture that a call would now be part of, None if it runs now."""
         return capture_id(self.data_table)
-
-    def _follow(self) -> None:
-        """Put the current stream behind the one used before, if it is another."""
-        if self.data_table.is_cuda:
-            self._order.follow()
 
     def arguments(self, half: int) -> tuple[object, ...]:
         """Return every kernel's arguments for its slot: ``ctrl, epochs, err, limit, slot, next_slot, flag_off``."""
@@ -301,23 +293,13 @@ def capture_id(tensor: torch.Tensor) -> int | None:
     return driver.capture_id(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
 
 
-def waited_elsewhere(begun: int | None) -> UserError:
-    """Return the error of a gather begun in the capture ``begun`` (None: in none) and waited for in another."""
-    return UserError(
-        f"an all_gather that was begun {'outside of' if begun is None else 'inside'} a CUDA graph's capture can only "
-        "be waited for there: finish it before capture begins or ends"
-    )
-
-
 def _synchronise(work: Slab) -> None:
-    """Enqueue the barrier before a captured call."""
     from megatron_flux.kernels.device import enter_kernel  # Triton, which slabs without captured calls do not need
 
     _wait_for_peers(work, enter_kernel, ("enter", 0), work.flags[work.rank].numel())
 
 
 def _wait_for_peers(work: Slab, kernel: Any, key: tuple[str, int], *numbers: int) -> None:
-    """Launch a kernel of one CTA that waits for all peers."""
     from megatron_flux.kernels.launch import launch
 
     alarm, device = work.alarm, work.data_table.device

@@ -9,15 +9,13 @@ That thread is the only end of some waits (:mod:`~megatron_flux.comm.host_progre
 up: it survives every exception, and leaves writing, which a full disk fails and a full pipe blocks, to other threads.
 
 The limit is ``MEGATRON_FLUX_TIMEOUT_S`` seconds, by default the time-out of the process group's own collectives
-(``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes with NCCL). So a late peer (a
-checkpoint, a compilation, a slow disk) is waited for as long as stock waits. It is read when a slab is made; a time-out
-that the group is given later does not change it.
+(``new_group(timeout=...)``, Megatron's ``--distributed-timeout-minutes``, else 10 minutes with NCCL): a late peer is
+waited for as long as stock waits. It is read when a slab is made.
 
-Messages of a lost peer: the alarm's line names operator, peer and epoch; then comes ``CUDA error: unspecified launch
-failure``. With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught
-collective operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable
-lower than the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks,
-the watchdog is all there is.
+With the default limit the group's watchdog may be first: it ends the process with its own "Watchdog caught collective
+operation timeout" of a collective that has not begun, because the kernel before it waits. Set the variable lower than
+the group's time-out to have the alarm's line for sure. On a rank that waits in NCCL for one of those ranks, the
+watchdog is all there is.
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ _timeouts = 0
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the limit in seconds of a wait for peers of ``group``. Raises UserError: ``MEGATRON_FLUX_TIMEOUT_S`` is no
-    time.
-    """
+    """Return the limit in seconds of a wait for peers of ``group``. Raises UserError: the variable is no time."""
     given = settings.timeout_s()
     return group_timeout_s(group, device) if given is None else given
 
@@ -95,9 +91,7 @@ class Alarm:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, look: Callable[[], object] | None = None
     ) -> None:
-        """Allocate the words where both the device and the host can reach them. ``look`` is called a few times a second
-        where there is a GPU, for waits that nothing on the device limits.
-        """
+        """``look`` is called a few times a second beside a GPU, for waits that nothing there limits."""
         self._look = look
         cuda = device.type == "cuda"
         self.words = torch.zeros(8, dtype=torch.int32, pin_memory=cuda)
@@ -108,8 +102,7 @@ class Alarm:
         self._poison: str | None = None
         self._told = self._counted = False
         self.seconds = timeout_s(group, device)
-        self.limit = min(int(self.seconds * 1e9), _MAX_LIMIT)
-        """Nanoseconds."""
+        self.limit = min(int(self.seconds * 1e9), _MAX_LIMIT)  # nanoseconds
         if cuda:
             self.open()
             _start()
@@ -161,13 +154,10 @@ class Alarm:
             if self._look is not None:
                 self._look()
         finally:
-            self._log_once()
-
-    def _log_once(self) -> None:
-        text = self.message()
-        if text is not None and not self._told:
-            self._told = True
-            threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
+            text = self.message()
+            if text is not None and not self._told:
+                self._told = True
+                threading.Thread(target=_write, args=(text,), name="megatron-flux-message", daemon=True).start()
 
     def open(self) -> None:
         """Watch it for as long as it lives, or until it is closed."""
@@ -198,7 +188,6 @@ class poison_on_error:  # noqa: N801 - a context manager; as a generator it woul
         """Begin the block."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
-        """End the block."""
         if error is not None:
             self._work.poison(self._operator, error)
 

@@ -41,7 +41,7 @@ def why_none(group: dist.ProcessGroup, device: torch.device) -> str | None:
     try:
         transport_of(group, device)
     except UserError as error:
-        if links.wanted().strict:
+        if links.wanted.strict:
             raise
         return str(error)
     return None
@@ -55,7 +55,7 @@ def _make(group: dist.ProcessGroup, device: torch.device) -> HostLink:
         try:
             return P2PLink(group, device)
         except UserError as error:
-            if links.wanted().strict:
+            if links.wanted.strict:
                 raise
             if group.rank() == 0:
                 logger.warning("megatron_flux: chunks go through host memory, which is slower: %s", error)

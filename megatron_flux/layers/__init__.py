@@ -1,12 +1,8 @@
 """Autograd for column- and row-parallel linears. This package knows no Megatron class.
 
-With sequence parallelism a layer communicates in forward, dgrad and wgrad; without it all ranks have the same rows, and
-it does once. The tables of shapes and operators are in :mod:`~megatron_flux.layers.linears`.
-
-The column layer may have a norm before its gather. It saves its shard of ``x`` and gathers it again in backward: saving
-the gathered ``x`` would cost ``tp`` times the activation memory. Source: Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2. Over slow links it is saved nevertheless,
-within a budget (``keep``).
+The column layer saves its shard of ``x`` and gathers it again in backward: saving the gathered ``x`` would cost ``tp``
+times the activation memory. Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198), section 4.2.2. Over slow links it is saved nevertheless, within a budget (``keep``).
 
 Reading order: ``linears``, ``precision`` (the operands; ``fp8``: quantised rows), ``prefetch`` (the gather for
 wgrad, started early), ``keep`` (no such gather), ``backward`` (shared by both backwards), ``adapter`` (LoRA beside a

@@ -1,9 +1,8 @@
 """A low-rank adapter (LoRA) beside a tensor-parallel linear: ``y + scale * (x @ a.T) @ b.T`` in one autograd function.
 
 Frameworks make an adapter of two parallel linears, functions that gather and cut what lies between, a product with the
-scale and a sum. Those of ``y``'s size take longer than the adapter's products, and the columns of a row-parallel
-linear's adapter are gathered only for most of them to be dropped. Here the GEMM that ends the adapter adds to ``y``,
-the scale is in the low-rank factor, and what ranks exchange has a side of the adapter's rank.
+scale and a sum. Those of ``y``'s size take longer than the adapter's products. Here the GEMM that ends the adapter adds
+to ``y``, the scale is in the low-rank factor, and what ranks exchange has a side of the adapter's rank.
 
 Letters are those of :mod:`layers.linears`; ``R`` is the adapter's rank, ``r = R / tp``, ``M`` all rows, ``m`` a rank's.
 
@@ -22,9 +21,8 @@ That is with sequence parallelism. Without it a column-parallel linear's ``dx`` 
 row-parallel one's ``dy`` is, so that nothing is exchanged in backward. In the row layer's backward ``dlow`` and the
 ranks' parts of ``db`` travel in one gather, and every rank adds the parts of its own rows in the order of ranks. The
 gather of ``b`` begins before the linear (:meth:`Adapter.begin`). Where that has run here, its backward, which comes
-next, adds ``dlow @ a`` to its own ``dx``: no second tensor of that size is made and added.
-
-``y`` is changed in place where it belongs to nobody else. Only then nothing of its size is allocated.
+next, adds ``dlow @ a`` to its own ``dx``: no second tensor of that size is made and added. ``y`` is changed in place
+where it belongs to nobody else.
 """
 
 from __future__ import annotations
@@ -49,13 +47,11 @@ class Adapter:
     a: torch.Tensor  # [R/tp, k], of a row-parallel linear [R, k/tp]
     b: torch.Tensor  # [n/tp, R]
     scale: float
-    row: bool
-    """It is that of a row-parallel linear."""
+    row: bool  # of a row-parallel linear
     sequence_parallel: bool
     group: dist.ProcessGroup
     backends: Backends
     main_grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """To which the gradients of ``a`` and ``b`` are added."""
     autocast: torch.dtype | None = None
     linear: LinearState | None = None
     """That of a row-parallel linear which adds this adapter's ``dx`` to its own."""
@@ -201,7 +197,6 @@ def _row_gradients(
 def _gradient(
     parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return ``dy.T @ x``, or add it to ``main_grad``."""
     if main_grad is None:
         return torch.matmul(dy.t(), x)
     accumulate(main_grad, dy, x)

@@ -4,8 +4,7 @@ The backward functions call operators that autograd does not record, and add to 
 derivative would silently lack terms, so taking one is an error. A first derivative with ``create_graph=True`` works.
 
 Forward decides the dtype of autocast for both, as ``custom_fwd`` and ``custom_bwd`` of torch.amp do in stock Megatron's
-linear: a ``backward()`` inside an autocast that forward did not run in keeps its precision. torch's decorators enter a
-context for every call, these only where something differs.
+linear. torch's decorators enter a context for every call, these only where something differs.
 
 Megatron's contract for a weight that its DistributedDataParallel manages (``gradient_accumulation_fusion``):
 

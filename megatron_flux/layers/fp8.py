@@ -8,16 +8,12 @@ Two forms of a matrix ``[m, k]``
     * :class:`~megatron_flux.ops.fp8_operand.Fp8Operand`: k-major, to multiply over ``k`` (forward, dgrad).
     * :class:`Rows`: bytes ``[m, k]`` with the scales that wgrad needs, as a rank has its own. Transposed, ``[k, m]``,
       they are wgrad's operand, multiplied over ``m``. They are gathered so where the backend can send them so
-      (:func:`sends_transposed`): each rank transposes its shard before the gather, a ``tp``-th of all bytes. A shard
-      that is ``[k, m]`` can only be gathered there. Elsewhere rows are gathered, and the whole is transposed behind
-      the gather.
+      (:func:`sends_transposed`): each rank transposes its shard before the gather, a ``tp``-th of all bytes. Elsewhere
+      rows are gathered, and the whole is transposed behind the gather.
 
-    With one scale both have the same bytes. In blocks of 128 they have not: scales of wgrad's operand are by 128 rows,
-    those of the other by 128 columns.
-
-``dy`` of a row-parallel layer
-    dgrad gathers its rows. In blocks wgrad needs other bytes, which are gathered transposed, behind dgrad's. With one
-    scale the gathered rows are transposed: to gather them once more saved no time (2 x H100, results/fp8-transposed).
+    With one scale both have the same bytes, and the ``dy`` that dgrad has gathered serves wgrad, transposed: to gather
+    it once more saved no time (2 x H100, results/fp8-transposed). In blocks of 128 scales of wgrad's operand are by 128
+    rows, those of the other by 128 columns: ``dy`` is gathered once more, transposed, behind dgrad's.
 """
 
 from __future__ import annotations
@@ -49,9 +45,7 @@ class Rows(NamedTuple):
 
 @dataclass(slots=True)
 class PendingRows:
-    """:class:`Rows` under way; see :class:`~megatron_flux.comm.collectives.Pending`. The local bytes are not kept: the
-    gather does so where it needs them.
-    """
+    """:class:`Rows` under way; the gather keeps the local bytes where it needs them."""
 
     _scale_inv: torch.Tensor  # of the local rows
     _data: Pending
@@ -72,9 +66,7 @@ class PendingRows:
             self._scales.wait()
 
     def wait(self) -> Rows:
-        """Finish the gather. The bytes are valid until the group's next all_gather begins; those that were held, until
-        the next one that is held does.
-        """
+        """Finish the gather. The bytes are valid until the group's next all_gather, of held ones the next held."""
         data = self._data.wait().view(torch.uint8)
         scales = self._scale_inv if self._scales is None else self._scales.wait()
         return Rows(data, scales, self._data.transposed)

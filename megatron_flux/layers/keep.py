@@ -8,8 +8,7 @@ Contract
     * Kept is only what is the caller's own memory (``reference``, ``chunked``; ``tuned`` where it chooses among these),
       and only where backward would gather the same numbers: both directions are exact, or have the same 8-bit wire.
       Where the tuner may take an 8-bit wire for activations, either is as good.
-    * By default it is on where the link is slower than the GEMM: where ``chunked`` runs, or the tuner that may take it,
-      and there is no NVLink.
+    * By default it is on where ``chunked`` runs, or the tuner that may take it, and there is no NVLink.
     * Nothing is kept without a graph, for a frozen weight, in CUDA graphs, or under hooks on saved tensors (offloading,
       ``torch.utils.checkpoint``). The first pass of Megatron's recomputed layers has no graph; the second keeps, since
       its backward comes at once.
@@ -125,11 +124,7 @@ class _Ledger:
 
 
 def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: int | None) -> Kept | None:
-    """Return where the gathered ``x`` ``[s/tp, b, k]`` of a column-parallel layer's forward goes; None to not keep it.
-
-    ``wanted`` and ``budget`` (bytes) are ``keep_gathered`` and ``keep_gathered_bytes`` of
-    :class:`~megatron_flux.FluxConfig`.
-    """
+    """Return where the gathered ``x`` of a column-parallel layer's forward goes; None: it is not kept. Collective."""
     weight, group = linear.parameter, linear.group
     if wanted is False or not (torch.is_grad_enabled() and weight.requires_grad) or group.size() == 1:
         return None
@@ -153,9 +148,7 @@ def reserve(x: torch.Tensor, linear: LinearState, wanted: bool | None, budget: i
 
 
 def _is_worth_keeping(x: torch.Tensor, linear: LinearState, wanted: bool | None) -> bool:
-    """Return True if forward returns memory of the caller's own, with the numbers that wgrad would gather, over a slow
-    link or for a user who asks for it.
-    """
+    """Return True if forward's gather is the caller's own, with wgrad's numbers, over a slow link or by request."""
     # Not by `select`, which counts a call.
     group, wire = linear.group, linear.wires.activations
     forward = registry.resolve(linear.backends.forward, x, linear.parameter, group)[0]

@@ -5,16 +5,12 @@ backward (pipeline warm-up, activation recompute): only the saved tensors tie th
 
 Order in the column layer's backward, so that each transfer has a GEMM to hide behind: gather of ``x`` | dgrad GEMM and
 its reduce-scatter | wgrad GEMM. If a row-parallel layer followed this one in forward, that gather has begun behind the
-row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`).
-
-Without sequence parallelism nothing is gathered: the row layer's forward and the column layer's dgrad are summed over
-ranks, the latter while wgrad runs; the other two are GEMMs of this rank alone.
+row layer's dgrad, whose own gather of ``dy`` serves its wgrad too (:mod:`layers.prefetch`). Without sequence
+parallelism nothing is gathered: the column layer's dgrad is summed over ranks while wgrad runs.
 
 A norm before the column layer's gather (TransformerEngine's LayerNormLinear) is part of its autograd function, which
-saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by arithmetic that the caller
-supplies (:class:`~layers.precision.Norm`): that of the stock layer's kernels.
-
-Such a layer can return the norm's output too (``returned``), for adapters that read it:
+saves the host a second one's bookkeeping. It is computed once, on the rank's shard, by the stock layer's kernels
+(:class:`~layers.precision.Norm`). Such a layer can return the norm's output too (``returned``), for adapters:
 
 ==============  =========================  ============================================================================
 ``"local"``     the norm's own output      its gradient is added to the rank's ``dx`` behind the sum over ranks
@@ -29,8 +25,7 @@ Such a layer can return the norm's output too (``returned``), for adapters that 
     * Without sequence parallelism the norm's output is whole on every rank, and so is its gradient: ``"local"``.
 
 The precision supplies the operands (:mod:`layers.precision`). In FP8
-    * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered: half of bf16's. Sums over ranks are of
-      bf16;
+    * the rank that has ``x`` or ``dy`` quantises it, and FP8 bytes are gathered. Sums over ranks are of bf16;
     * operands are k-major, so dgrad takes the weight's transposed copy, and wgrad transposed copies of ``x`` and
       ``dy``, which ranks transpose before the gather or behind it (:mod:`layers.fp8`);
     * GEMMs without communication are the library's: wgrad (torch adds no FP8 product to fp32) and, without sequence
@@ -169,9 +164,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 def _column(
     linear: ColumnState, local_x: Any, weight: Any, norm_output: Any, bias: torch.Tensor | None, shape: torch.Size
 ) -> Any:
-    """Run the forward; ``shape`` is that of ``x``. The gathered ``x`` goes to ``linear.kept``. With ``linear.returned``
-    the result is a pair of ``y`` and the norm's output.
-    """
+    """Run the forward; the gathered ``x`` goes to ``linear.kept``. With ``linear.returned`` return a pair."""
     precision, group, kept, returned = linear.precision, linear.group, linear.kept, linear.returned
     backend, wire = linear.backends.forward, linear.wires.activations
     if not linear.sequence_parallel:
@@ -283,7 +276,6 @@ def row_state(y: torch.Tensor, x: torch.Tensor) -> LinearState | None:
 
 
 def _row(linear: LinearState, x: Any, weight: Any, shape: torch.Size) -> torch.Tensor:
-    """Run the forward; ``shape`` is that of ``x``."""
     group, backend, how = linear.group, linear.backends.forward, linear.precision.forward_options
     if linear.sequence_parallel:
         y = ops.gemm_reduce_scatter(x, weight, group, backend=backend, wire=linear.wires.activations, **how)
@@ -320,7 +312,7 @@ def column_parallel_linear(
     keep_gathered: bool | None = None,
     keep_gathered_bytes: int | None = None,
 ) -> Any:
-    """Return ``all_gather(x) @ weight.T + bias``, or ``all_gather(norm(x)) @ ...``, ``[s, b, n]``; differentiable.
+    """Return ``all_gather(norm(x)) @ weight.T + bias`` ``[s, b, n]``, the rank's columns of the result; differentiable.
     With ``returned`` a pair of it and the norm's output, whose gradient is part of that of ``x`` then.
 
     Args:
@@ -333,12 +325,11 @@ def column_parallel_linear(
         norm: the norm's arithmetic, its weight ``[k]``, and its bias ``[k]`` or None. The gradients of these two are of
             this rank's rows: with sequence parallelism their owner sums them over the group.
         returned: ``"local"``: the norm's output ``[s/tp, b, k]``; ``"gathered"``: ``[s, b, k]``, the gradient of which
-            each rank has a part of. None: it is not returned.
+            each rank has a part of.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` where it has one.
         overwrite_main_grad: replace what is in ``main_grad`` instead of adding to it.
         delayed: who computes wgrad behind backward.
-        deferred: takes ``dy`` at the beginning of backward, for a wgrad that the caller computes later and adds to
-            ``weight.main_grad``; ``x`` is not gathered then. False: wgrad is computed here.
+        deferred: see :class:`~megatron_flux.layers.prefetch.ColumnState`; ``x`` is not gathered then.
         backend: operator backend of all directions, or of each; see :func:`megatron_flux.ops.all_gather_gemm`.
         wires: wire formats that a tuner may choose; exact alone with another precision than exact.
         epilogue_bias: see there; for the exact precision.

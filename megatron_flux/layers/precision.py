@@ -22,7 +22,6 @@ from megatron_flux.config import Backends, Wires
 from megatron_flux.layers.backward import accumulate, rows, unread_gradient
 
 Saved = tuple[Any, ...]
-"""Tensors or None."""
 
 
 class Norm(NamedTuple):
@@ -65,10 +64,8 @@ class LinearState:
     group: dist.ProcessGroup
     backends: Backends
     wires: Wires
-    autocast: torch.dtype | None
-    """Result of :func:`~megatron_flux.layers.backward.autocast_of` in forward."""
+    autocast: torch.dtype | None  # in forward
     sequence_parallel: bool
-    """Ranks hold their shard of the sequence between linears. Otherwise all of them hold the same rows."""
     precision: Precision
     delayed: DelayedWgrad | None = None
     """Owner that computes wgrad after backward. None: backward computes it."""
@@ -91,12 +88,10 @@ class Precision:
     gathered_dtype: torch.dtype | None = None
     """The dtype in which ``x`` is gathered, if it is not its own."""
     epilogue_bias = False
-    """Option of :func:`megatron_flux.ops.all_gather_gemm`."""
     updates_scales = False
     """Backward ends with :meth:`end_backward`."""
 
     def __init__(self, epilogue_bias: bool) -> None:
-        """Keep the options of the operators of forward and dgrad."""
         self.epilogue_bias = epilogue_bias
         self.forward_options: dict[str, Any] = {}
         self.dgrad_options: dict[str, Any] = {"transposed": True}
@@ -123,9 +118,7 @@ class Precision:
         return dy, saved[5], dy, None
 
     def multiply(self, x: Any, weight: Any, bias: torch.Tensor | None, *, dgrad: bool) -> torch.Tensor:
-        """Return ``x @ weight.T (+ bias)``, or for dgrad ``x @ weight``, of this rank alone. The bias is added where
-        all_gather_gemm adds it.
-        """
+        """Return ``x @ weight.T (+ bias)``, or for dgrad ``x @ weight``; all_gather_gemm adds the bias so, too."""
         weight = weight if dgrad else weight.t()
         if bias is not None and self.epilogue_bias:
             return torch.addmm(bias, rows(x), weight)

@@ -1,13 +1,12 @@
 """Prefetch a column-parallel layer's gathered input for its wgrad, before backward comes to that layer.
 
-Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter; where the link
-binds, both take longer. A row-parallel layer's wgrad uses no link, nor does attention's backward behind it. So the row
-layer's backward starts that gather when its own dgrad is enqueued, for the column-parallel layer that ran before it in
-forward and comes next in backward.
+Within the column layer's own backward the gather of ``x`` shares the link with dgrad's reduce-scatter. A row-parallel
+layer's wgrad uses no link, nor does attention's backward behind it. So the row layer's backward starts that gather when
+its own dgrad is enqueued, for the column-parallel layer that ran before it in forward and comes next in backward.
 
 Measured on four H200s (results/layer-h200x4-ahead): 37.58 -> 37.17 ms per layer of GPT-3 175B, 18.75 -> 18.44 of
 Llama-70B; on two that emulate eight, Llama's QKV dgrad with its reduce-scatter 646 -> 401 us. Computing the column
-layer's wgrad during the next row layer's gather of dy as well gained nothing, and is not done.
+layer's wgrad during the next row layer's gather of dy as well gained nothing.
 
 Contract
     * Forward: a column layer registers itself (:func:`register`), the next row layer of the same group takes it
@@ -28,8 +27,6 @@ Hazards
       between, or a forward that fails, ends the registration (:func:`clear`), so that no pair reaches across graphs.
     * A CUDA graph that holds the row layer's backward must hold the column layer's too, or capture ends with an error:
       what was begun in it must end in it. In Megatron's graphs both are parts of one transformer layer.
-    * With torch's collectives the gathered input is memory of its own, from the row layer's dgrad to the column
-      layer's wgrad.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_flux import ops
 from megatron_flux.comm.group_state import all_states, state_of
 from megatron_flux.layers.keep import Kept
 from megatron_flux.layers.precision import LinearState, Norm, Saved
@@ -58,23 +54,17 @@ class ColumnState(LinearState):
     reduce_dgrad: bool = True
     """Without sequence parallelism ``dx`` is summed over ranks here."""
     returned: Returned | None = None
-    """The norm's output, which forward has returned too."""
     deferred: Callable[[torch.Tensor], bool] | None = None
     """Takes ``dy`` for a wgrad that its owner computes later, with an input that it has too. False: not this time."""
     gather_ahead: bool = False
-    """A row-parallel layer may start the gather."""
     _ctx: weakref.ref[Any] | None = None
     _saved: Saved | None = None
     _pending: Any = None
-    """The gather that was started, from :meth:`~layers.precision.Precision.gather_x`."""
     _begun: int = 0
     kept: Kept | None = None
-    """The ``x`` that forward has gathered and kept; nothing is gathered then."""
 
     def saved_tensors(self, ctx: Any) -> Saved:
-        """Return ``ctx.saved_tensors``, which may have been unpacked already, to the layer's backward; ends the
-        prefetch.
-        """
+        """Return ``ctx.saved_tensors``, perhaps unpacked already, to the layer's backward; ends the prefetch."""
         saved, self._saved, self._ctx = self._saved, None, None
         return ctx.saved_tensors if saved is None else saved
 
@@ -92,7 +82,7 @@ class ColumnState(LinearState):
             self.kept = None
         if self._pending is None and self.kept is None:
             self._pending = self.precision.gather_x(saved, self)
-            self._begun = ops.all_gathers_begun(self.group)
+            self._begun = state_of(self.group).gathers_begun
 
     def settle(self) -> None:
         """Finish the part of the gather that would wait for the kernel that comes next."""
@@ -100,14 +90,12 @@ class ColumnState(LinearState):
             self._pending.settle()
 
     def gathered(self, saved: Saved) -> Any:
-        """Return ``x`` ``[s, b, k]`` for the current stream, gathered anew if another gather began since; None if it
-        was neither kept nor gathered.
-        """
+        """Return ``x`` ``[s, b, k]``, gathered anew if another gather began since; None: neither kept nor gathered."""
         if self.kept is not None:
             kept, self.kept = self.kept, None
             return kept.take()
         pending, self._pending = self._pending, None
-        stays = self.own_gathered or self._begun == ops.all_gathers_begun(self.group)
+        stays = self.own_gathered or self._begun == state_of(self.group).gathers_begun
         if pending is not None and not stays:
             pending.wait()  # it must be finished all the same
             pending = self.precision.gather_x(saved, self)

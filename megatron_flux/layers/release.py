@@ -23,10 +23,8 @@ from megatron_flux.ops import cuda_graphs
 
 def release() -> int:
     """Free workspaces and kept inputs of all process groups, and the memory of gradients that nobody reads, until the
-    next call needs them. Collective over all ranks.
-
-    Returns the bytes that this rank has freed: workspaces go back to the driver at once, the others to torch's
-    allocator (``torch.cuda.empty_cache()``).
+    next call needs them. Collective over all ranks. Returns the bytes that this rank has freed: workspaces go back to
+    the driver at once, the others to torch's allocator (``torch.cuda.empty_cache()``).
 
     Raises:
         UserError: on all ranks, with nothing freed: a gather that was begun is not waited for, a CUDA graph holds

@@ -15,7 +15,7 @@ from megatron_flux.settings import WIRES
 
 
 class Plan:
-    """Resources and launches for calls of one :class:`~megatron_flux.ops.call.CallSpec` on a group, or of several.
+    """Resources and launches for calls of one spec (:attr:`~megatron_flux.ops.call.OperatorCall.key`), or of several.
 
     The first call of a spec asks for it (:func:`megatron_flux.ops.backends.registry.plan`), later ones run it. It must
     not hold the group: a group's state, and with it its plans, goes with the last reference to the group.
@@ -55,7 +55,6 @@ class BackendPlan(Plan):
     """A call of the backend's own method."""
 
     def __init__(self, backend: Backend, call: OperatorCall, **options: Any) -> None:
-        """``options``: what only this backend's methods take."""
         self._method = getattr(backend, call.operator)
         self.options, self._flat = options, not backend.takes_leading_dimensions
         self._shape, self._gathered, self.nbytes = call.result_shape, call.gathered_shape, call.bytes_received
@@ -101,14 +100,11 @@ class Backend:
     takes_leading_dimensions = False
     """Its methods take a contiguous ``x`` ``[..., k]``, and return results with the same leading dimensions."""
     wire = WIRES[0]
-    """Wire format of its gathers."""
     operators: Collection[str] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather")
     """Operators that it has; ``reference`` runs the others."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
-        """Return None if this backend can take these operands, else the reason; ``weight`` is None for an
-        all_gather.
-        """
+        """Return None if this backend can take these operands, else the reason; an all_gather has no weight."""
         return None
 
     def untested(self, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
@@ -140,6 +136,3 @@ class Backend:
     def all_gather(self, call: OperatorCall) -> Pending:
         """Return ``[m, k]``; without ``return_gathered`` it may be transposed, as bytes, and then says so."""
         raise NotImplementedError
-
-    def decide(self, call: OperatorCall) -> None:
-        """Do for such a call what its first one would do before it runs. Collective."""

@@ -4,7 +4,7 @@ All ranks of a group make the same calls in the same order. Every new ``(operato
 compared over the group once, so that ranks that differ get an error instead of a hang. Where a rank repeats another
 call than its peer, that is seen as the call begins (:mod:`megatron_flux.comm.call_table`); between hosts the bounded
 waits see some of it. Where m changes from call to call (packed sequences), :data:`COMPARED_M` values of it are
-compared. Of further ones the call table alone tells, so that they cost no word between ranks.
+compared; of further ones the call table alone tells.
 
 Kernels differ in what they send, so which one runs may depend on shapes, and not on where one rank's tensor happens to
 begin: operands that a kernel cannot address where they lie are copied (:meth:`OperatorCall.aligned`).
@@ -26,7 +26,7 @@ from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
 from megatron_flux.ops import cuda_graphs
 from megatron_flux.ops.device import has_tma
-from megatron_flux.ops.fp8_operand import Fp8Kind, Fp8Pair
+from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.settings import WIRES
 
 ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
@@ -34,7 +34,6 @@ ALIGNMENT = 16  # bytes: TMA's, and what pointers are compiled for
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GATHERING = frozenset({"all_gather_gemm", "all_gather"})
-"""Operators that gather the rows of x."""
 
 COMPARED_M = 8
 """Values of m of otherwise equal calls that ranks compare before they make the call."""
@@ -44,31 +43,6 @@ _APART = 0x9E3779B1
 
 _FP8_PAIRS = {"tensor": "tensor", "1x128": "128x128"}
 _FP8_RESULTS = (torch.bfloat16, torch.float16)
-
-
-class CallSpec(NamedTuple):
-    """Key of a call: everything that it depends on beside group, backend, and contents and addresses of its operands.
-
-    The only key for plans (:class:`~megatron_flux.ops.backend.Plan`), for the tuner's choices, and for comparisons
-    between ranks. All ranks that make the same call have the same one, but for ``device``.
-    """
-
-    operator: str
-    shape: torch.Size  # of x: [..., k]
-    dtype: torch.dtype  # of x; FP8: of its numbers
-    device: int  # index of x's GPU; -1: CPU
-    weight: tuple[Any, ...] | None  # shape, dtype, device and contiguity; None of an all_gather
-    transposed: bool
-    bias: tuple[Any, ...] | None  # shape, dtype and device
-    epilogue_bias: bool
-    return_gathered: bool
-    async_op: bool
-    wire: str
-    fp8: Fp8Kind | None
-    scales: tuple[Any, ...] | None  # of FP8 operands: shapes of both, scaling of the weight
-    addend: tuple[Any, ...] | None  # shape, dtype and device
-    own_gathered: bool
-    captured: bool  # runs as inside a CUDA graph
 
 
 class Compared(NamedTuple):
@@ -136,13 +110,10 @@ class OperatorCall(NamedTuple):
         return has_tma(self.x.device) and rows * size % ALIGNMENT == 0 and columns * size % ALIGNMENT == 0
 
     @property
-    def spec(self) -> CallSpec:
-        """The key of the call, by name."""
-        return CallSpec._make(self.key)
-
-    @property
     def key(self) -> tuple[Any, ...]:
-        """The fields of :attr:`spec`: equal to it, and made in less time."""
+        """Everything that the call depends on beside group, backend, and contents and addresses of its operands: its
+        *spec*, the only key for plans. All ranks that make the same call have the same one, but for the device.
+        """
         operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, late_bias, addend, own = self
         inside, device = bias is not None, x.get_device()
         if not inside:
@@ -163,7 +134,7 @@ class OperatorCall(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What calls have in common that one plan or trial serves, whatever their number of rows."""
+        """The parts of :attr:`key` that calls have in common which one plan or trial serves, of any number of rows."""
         operator, x, weight, _, transposed, bias, gathered, async_op, wire, fp8, _, addend, own = self
         device = x.get_device()
         captured = cuda_graphs.requested > 0 or (device >= 0 and torch.cuda.is_current_stream_capturing())
@@ -232,17 +203,12 @@ class OperatorCall(NamedTuple):
 
     def aligned(self) -> OperatorCall:
         """Return the call with contiguous operands that begin at multiples of :data:`ALIGNMENT`, copied if need be."""
-        bias = None if self.bias is None else aligned(self.bias)
-        fp8 = None if self.fp8 is None else self.fp8.with_aligned_scales()
-        weight = None if self.weight is None else aligned(self.weight)
-        addend = None if self.addend is None else aligned(self.addend)
-        return self._replace(x=aligned(self.x), weight=weight, bias=bias, fp8=fp8, addend=addend)
+        given = {name: getattr(self, name) for name in ("x", "weight", "bias", "addend")}
+        copies: dict[str, Any] = {name: aligned(tensor) for name, tensor in given.items() if tensor is not None}
+        return self._replace(fp8=self.fp8 and self.fp8.with_aligned_scales(), **copies)
 
     def run(self, backend: Any, **options: Any) -> Any:
-        """Make the call once on ``backend``; ``options``: what only the plans of this backend take.
-
-        Return ``(y, gathered x)`` of an all_gather_gemm, else a Pending.
-        """
+        """Make the call once on ``backend``; return ``(y, gathered x)`` of an all_gather_gemm, else a Pending."""
         result = backend.plan(self, **options).run(self)
         return Pending(result) if isinstance(result, torch.Tensor) else result
 
@@ -280,12 +246,12 @@ def check_operands(call: OperatorCall) -> None:
             )
         return
     if call.fp8 is None:
+        out = x.dtype
         _check_exact(operator, x, weight, call.transposed)
-        about, out = f"{x.dtype} on {x.device}", x.dtype
     else:
+        out = call.fp8.out
         _check_fp8(call, call.fp8)
-        about, out = f"{call.fp8.out} on {x.device}", call.fp8.out
-    n = weight.shape[1 if call.transposed else 0]
+    about, n = f"{out} on {x.device}", weight.shape[1 if call.transposed else 0]
     if bias is not None and (bias.shape != (n,) or bias.dtype != out or bias.device != x.device):
         raise UserError(f"{operator}: bias must be [{n}] {about}, got {list(bias.shape)} {bias.dtype} on {bias.device}")
     if (addend := call.addend) is not None and (
@@ -344,9 +310,8 @@ def _check_fp8(call: OperatorCall, pair: Fp8Pair) -> None:
 def compare_calls(call: OperatorCall) -> int:
     """Check that all ranks of the group are about to make ``call``, and return its number for the call table.
 
-    Ranks must not differ in what is compared: the rest changes nothing that they send each other. Collective the first
-    time only, and not even then for a further m. Raises UserError: they differ (all ranks raise), or the first call of
-    its kind is being captured in a CUDA graph.
+    Collective the first time only, and not even then for a further m. Raises UserError: they differ (all ranks raise),
+    or the first call of its kind is being captured in a CUDA graph.
     """
     (m, n, k), operator, dtype, fp8 = call.sizes, call.operator, call.x.dtype, call.fp8 and call.fp8.kind
     transposed = call.transposed or (operator == "all_gather" and not call.return_gathered)

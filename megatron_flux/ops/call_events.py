@@ -1,20 +1,15 @@
 """Operator calls seen from outside: counts always; named ranges for profilers and times for metrics where asked for.
 
-:data:`stats` counts what the operators did in this process: the proof that the flux path ran, and its traffic.
-
-Watching is off by default and costs a call one comparison then. On, each call is
+:data:`stats` is the proof that the flux path ran, and its traffic. Watching is off by default and costs a call one
+comparison then. On, each call is
 
 * a range for torch.profiler (``record_function``) or for nsys (NVTX), named
   ``flux::all_gather_gemm m=8192 n=12288 k=12288 bfloat16 [n,k] tp=8 rank=3 fused``; the wait for a result that was
   started earlier is a range of its own with ``wait`` in the name;
-* timed by a :class:`CallTimer`.
-
-What is timed: on CUDA the time between two events on the call's stream, before its first kernel and behind its last,
-plus the same around the wait for a result that was started asynchronously. That is the time for which the compute
-stream was not free for anything else; communication that runs beside other work of that stream is not in it; a stream
-that ran dry because the host was late, and the wait for a rank that comes late, are. On the CPU it is the host's time.
-
-Calls under CUDA-graph capture are not timed: their events would be part of the graph.
+* timed by a :class:`CallTimer`: on CUDA between two events on the call's stream, before its first kernel and behind its
+  last, plus the same around a later wait. That is the time for which the compute stream was not free for anything else:
+  without communication that runs beside other work, with a stream that ran dry because the host was late, or a rank.
+  On the CPU it is the host's time. Calls under CUDA-graph capture are not timed: events would be part of the graph.
 """
 
 from __future__ import annotations
@@ -76,7 +71,6 @@ class Call:
     group: dist.ProcessGroup = field(compare=False)
 
     def __str__(self) -> str:
-        """Return the name of its range."""
         shape = f"m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')}"
         form, group = "[k,n]" if self.transposed else "[n,k]", self.group
         return f"flux::{self.operator} {shape} {form} tp={group.size()} rank={group.rank()} {self.backend}"
@@ -116,14 +110,11 @@ class CallTimer:
     """Times calls while it is in use (:func:`timed_by`). Its marks are kept for the next time."""
 
     def __init__(self) -> None:
-        """Start without times."""
         self._free: dict[bool, list[Any]] = {True: [], False: []}  # events and host marks
         self._segments: list[tuple[Call | GradientReduction, bool, Any, Any]] = []
 
     def begin(self, call: Call | GradientReduction, *, first: bool) -> Any:
-        """Begin a segment of ``call``, which ends when the returned mark is recorded. ``first`` is False for the wait
-        that finishes an earlier segment.
-        """
+        """Begin a segment, which ends when the returned mark is recorded; ``first``: not the wait of an earlier one."""
         start, end = self._mark(call.device), self._mark(call.device)
         self._segments.append((call, first, start, end))
         start.record()
@@ -151,7 +142,6 @@ class CallTimer:
 _OFF: dict[str, Any] = {"timer": None, "ranges": False, "nvtx": False}
 _state = dict(_OFF)
 watching = False
-"""True while any call is timed or named."""
 
 
 @contextmanager
@@ -195,7 +185,6 @@ def run(call: OperatorCall, plan: Plan) -> Any:
 
 @contextmanager
 def _timed_range(call: Call, *, first: bool) -> Iterator[None]:
-    """Time one stretch of a watched call, and name it."""
     with named(str(call) if first else f"{call} wait"), _timed(call, first=first):
         yield
 

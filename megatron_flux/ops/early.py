@@ -20,10 +20,7 @@ from megatron_flux.ops.device import capability
 
 @functools.cache
 def compile_small_kernels(tp: int, device: torch.device) -> None:
-    """Have a child compile what calls of ``tp`` ranks launch beside their GEMMs. Waits for nothing.
-
-    A call that comes before its kernel is ready compiles it itself.
-    """
+    """Have a child compile what calls of ``tp`` ranks launch beside their GEMMs. Waits for nothing."""
     words, numbers = torch.zeros(16, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     rows = torch.zeros(16, dtype=torch.uint8)
     limit = 1 << 40  # nanoseconds; not a 32-bit number, as usual time-outs are not

@@ -10,7 +10,8 @@ from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import finish_open, push_in_place
 from megatron_flux.comm.group_state import Cache
-from megatron_flux.comm.slab import Slab, of_one_warp, waited_elsewhere
+from megatron_flux.comm.slab import Slab, of_one_warp
+from megatron_flux.errors import UserError
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.fused import MOST_SHAPES, GatheringPlan, Views
 
@@ -21,12 +22,9 @@ if TYPE_CHECKING:
 class AllGatherPlan(GatheringPlan):
     """all_gather by copy engine, which takes no SM from the GEMM it hides behind.
 
-    ``wait()`` makes the current stream wait for the peers' shards. One gather is open at once: starting another waits
-    for it first. One that is begun in a CUDA graph's capture must be waited for in the same one: elsewhere ``wait()``
-    is a UserError.
-
-    Without ``return_gathered`` the result is transposed: bytes ``[k, m]``, in pairs. Each rank transposes its shard
-    into its columns, and sends it from there.
+    One gather is open at once: starting another waits for it first. One that is begun in a CUDA graph's capture must be
+    waited for in the same one: elsewhere ``wait()`` is a UserError. Without ``return_gathered`` the result is
+    transposed, bytes ``[k, m]`` in pairs: each rank transposes its shard into its columns, and sends it from there.
 
     One that is held (``async_op``) is enqueued by ``send()``, behind the copies of calls since, and waits for nothing
     else that they enqueued. It has a slab of its own: :mod:`megatron_flux.layers.linears` gathers for another layer
@@ -36,7 +34,6 @@ class AllGatherPlan(GatheringPlan):
     _holds_sms = False
 
     def __init__(self, call: OperatorCall, config: None = None) -> None:
-        """Allocate nothing; there is nothing to configure."""
         super().__init__(call, config)
         self.purpose = "held gather" if call.async_op else "gather"
         self._transposing: Cache[Any, Any] = Cache(MOST_SHAPES)  # launches
@@ -94,7 +91,10 @@ class AllGatherPlan(GatheringPlan):
 
             def wait() -> None:
                 if work.current_capture() != capture:
-                    raise waited_elsewhere(capture)
+                    raise UserError(
+                        f"an all_gather that was begun {'outside of' if capture is None else 'inside'} a CUDA graph's "
+                        "capture can only be waited for there: finish it before capture begins or ends"
+                    )
                 send()
                 try:
                     # On a GPU the order of the streams comes first: the kernel reads what the call before leaves.
@@ -110,7 +110,7 @@ class AllGatherPlan(GatheringPlan):
                             self._launch_first(_gather_wait(work, half), launches, half)
                         driver.wait(stream, side.after)
                         if stream != begun and not transposed:
-                            x.record_stream(side.keep.stream)  # it does not wait for the copies of x's memory
+                            x.record_stream(side.owner)  # it does not wait for the copies of x's memory
                     if own is not None:
                         own.copy_(gathered)
                     if work.open_gather is pending:
@@ -137,7 +137,6 @@ def shard_of(call: OperatorCall) -> tuple[int, int]:
 
 
 def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
-    """Return the shape of the result of a gather."""
     if call.return_gathered:
         return call.gathered_shape
     mp, k = shard_of(call)
@@ -145,7 +144,6 @@ def _shape_of(call: OperatorCall, tp: int) -> tuple[int, ...]:
 
 
 def _gather_wait(work: Slab, half: int) -> Launch:
-    """Build the launch of the kernel of one CTA that waits for the shards of all peers."""
     from megatron_flux.kernels.device import gather_wait_kernel
     from megatron_flux.ops.arguments import Launch
 

@@ -24,7 +24,7 @@ TRUE, UNPADDED = "true", "unpadded"  # strides of a weight's scales that torch i
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``x @ weight.T`` for x ``[..., k]`` and weight ``[n, k]``, or ``x @ weight`` for a transposed ``[k, n]``.
-    ``bias`` ``[n]`` is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
+    ``bias`` ``[n]``, or ``[m, n]``, is added by the GEMM, before it rounds (cuBLASLt's epilogue on GPUs).
     """
     wt = weight if transposed else weight.t()
     if bias is None:
@@ -35,45 +35,31 @@ def gemm(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool, bias: torch
 
 def partial(call: OperatorCall) -> torch.Tensor:
     """Return the product of a rank alone ``[..., n]``, before any sum over ranks."""
-    if call.addend is not None:
-        return _with_addend(call, call.addend)
+    addend = None if call.addend is None else matrix(call.addend)
     if call.fp8 is not None:
-        return fp8_gemm(call.fp8, call.bias)
-    return gemm(call.x, call.weight, transposed=call.transposed, bias=call.bias)
-
-
-def _with_addend(call: OperatorCall, addend: torch.Tensor) -> torch.Tensor:
-    if call.fp8 is not None:
-        return fp8_gemm(call.fp8).add_(matrix(addend))
-    y = torch.addmm(matrix(addend), matrix(call.x), call.weight if call.transposed else call.weight.t())
-    return y if call.x.dim() == 2 else shaped(y, (*call.x.shape[:-1], y.shape[-1]))
+        y = fp8_gemm(call.fp8, call.bias)
+        return y if addend is None else y.add_(addend)
+    return gemm(call.x, call.weight, transposed=call.transposed, bias=call.bias if addend is None else addend)
 
 
 def gemm_only(call: OperatorCall) -> Callable[[], torch.Tensor] | None:
-    """Return the GEMM of ``call`` alone, for measurements, on this rank's rows, repeated to the gathered size. None if
-    memory is short.
-    """
-    x, tp = call.x, call.group.size()
-    if call.fp8 is not None:
-        pair, bias = call.fp8, call.bias
-        if call.operator == "all_gather_gemm":
-            try:
-                pair = pair._replace(x=pair.x.repeated(tp))
-            except torch.OutOfMemoryError:
-                return None
-        return lambda: fp8_gemm(pair, bias)
+    """Return the GEMM of ``call`` alone on this rank's rows, as many as gathered, to measure; None: no memory."""
+    x, pair, tp = call.x, call.fp8, call.group.size()
     if call.operator == "all_gather_gemm":
         try:
-            x = matrix(x).repeat(tp, 1)
+            if pair is None:
+                x = matrix(x).repeat(tp, 1)
+            else:
+                pair = pair._replace(x=pair.x.repeated(tp))
         except torch.OutOfMemoryError:
             return None
-    return lambda: gemm(x, call.weight, transposed=call.transposed, bias=call.bias)
+    if pair is not None:
+        return functools.partial(fp8_gemm, pair, call.bias)
+    return functools.partial(gemm, x, call.weight, transposed=call.transposed, bias=call.bias)
 
 
 def fp8_gemm(pair: Fp8Pair, bias: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``x @ weight.T (+ bias)`` of FP8 operands, into ``out`` if given: by cuBLASLt where it takes them, else
-    fp32 products of the dequantised numbers, rounded once.
-    """
+    """Compute ``x @ weight.T (+ bias)``, into ``out``: by cuBLASLt where it takes them, else in fp32, rounded once."""
     if pair.blocks:
         pair = pair.with_aligned_scales()
     x, weight = pair.x.one_shard(), pair.weight
@@ -113,7 +99,6 @@ def _multiplies_blocks(device: torch.device) -> bool:
 
 
 def _scales_of_weight(weight: Fp8Operand, strides: str | None = None) -> torch.Tensor:
-    """Return the scales ``[kb, nb]`` as torch takes them: see the module."""
     scales, blocks = weight.scale_inv, blocks_of(weight.k)
     if blocks % 4 and (strides or _strides_of_odd_blocks(scales.device)) == UNPADDED:
         scales = scales.as_strided((scales.shape[0], blocks), (blocks, 1))

@@ -48,26 +48,23 @@ def all_gather_gemm(
         x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16. Or an
             :class:`~megatron_flux.ops.fp8_operand.Fp8Operand` ``[m/tp, k]``, as the weight then: both scaled as a
             whole, x alike on all ranks, or x in blocks of 1x128 and the weight of 128x128.
-        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
-            where it does not begin at a multiple of 16 bytes.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``.
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added to every row.
-        epilogue_bias: add the bias in fp32 before the result is rounded, as cuBLASLt's epilogue does and so
-            TransformerEngine's linears, not to the rounded result as Megatron's own linears do: a bias that is smaller
-            than the result's last bit is not lost.
+        epilogue_bias: add the bias in fp32 before the result is rounded, as TransformerEngine's linears do, not to the
+            rounded result as Megatron's own do: a bias that is smaller than the result's last bit is not lost.
         transposed: ``weight`` is ``[k, n]`` (Megatron's ``[out, in]`` weight in dgrad).
         return_gathered: also return the gathered ``x`` ``[m, k]`` (same leading dimensions as the result). The
             caller may keep it until its next all_gather_gemm or gemm_reduce_scatter on the same group.
         own_gathered: with ``return_gathered``, not of FP8: it is memory of the caller's own, and stays.
         backend: ``auto`` or a name from :func:`backend_names`.
         wire: wire format that the tuner may use over a ``host`` link: ``exact``, or also ``int8``. Not with FP8.
-        split_accumulator: of FP8: the tensor core's sums, of 14 bits on Hopper, go to fp32 every 128 of k.
-            TransformerEngine's recipes ask for it in dgrad and wgrad. Blocks always do so.
+        split_accumulator: of FP8: the tensor core's sums, of 14 bits on Hopper, go to fp32 every 128 of k, as
+            TransformerEngine's recipes ask for in dgrad and wgrad. Blocks always do so.
         out_dtype: of the result of FP8 operands, and of their bias: bf16 or fp16.
 
-    Returns:
-        ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``, of FP8 with ``tp``
-        shards.
+    Returns ``[m, n]`` or ``[s, ..., n]``; with ``return_gathered`` a pair of it and the gathered ``x``, of FP8 with
+    ``tp`` shards.
 
     Raises:
         UserError: shapes, dtypes or devices that do not fit, or an unusable backend.
@@ -146,10 +143,8 @@ def gemm_all_reduce(
     (+ bias)``.
 
     Args as of :func:`gemm_reduce_scatter`, but the first dimension of ``x`` ``[m, k]`` or ``[s, ..., k]`` may be any.
-    Every rank gets the same bits, in every run the same. ``chunked``, which does not have the operator,
-    runs ``reference``, counted in ``stats.degraded``.
-
-    Returns ``[m, n]`` or ``[s, ..., n]``: the whole sum. Raises as :func:`all_gather_gemm`.
+    Every rank gets the same bits, in every run the same. Returns ``[m, n]`` or ``[s, ..., n]``: the whole sum. Raises
+    as :func:`all_gather_gemm`.
     """
     fp8 = None
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
@@ -197,13 +192,6 @@ def all_gather(
     return pending
 
 
-def all_gathers_begun(group: dist.ProcessGroup) -> int:
-    """Count the :func:`all_gather` calls of ``group`` that were not held, which tells if a gathered tensor is still
-    valid.
-    """
-    return state_of(group).gathers_begun
-
-
 def _run(call: OperatorCall, backend: str) -> Any:
     """Run ``call`` by its plan, which the first call of its spec makes, and count it."""
     if torch.is_grad_enabled():  # inside an autograd function that is not so, and costs nothing
@@ -224,7 +212,6 @@ def _run(call: OperatorCall, backend: str) -> Any:
 
 
 def _finish(y: torch.Tensor | Pending, call: OperatorCall) -> torch.Tensor | Pending:
-    """Return the result of an operator that sums over ranks as the caller wants it: pending, or with its bias added."""
     if call.async_op:
         return y if isinstance(y, Pending) else Pending(y)
     if isinstance(y, Pending):

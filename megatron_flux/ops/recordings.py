@@ -13,9 +13,8 @@ Contract
 
 Hazards
     * **Order on the link.** The lanes of a call that runs as it is are streams, those of a recording branches of its
-      graph. Slots are used in the order of calls, so each waits for the other: :meth:`~comm.host_link.HostLink.replay`
-      marks where earlier calls end, in an event that the lanes of recordings wait for, as an external one, and a call
-      that is not replayed puts the lanes behind the latest replay.
+      graph, and slots are used in the order of calls: so a replay waits for an external event behind earlier calls
+      (:meth:`~comm.host_link.HostLink.replay`), and a call that is not replayed puts the lanes behind the latest one.
     * **Memory of a recording's own.** cuBLAS's workspaces and temporaries come from a pool of the stream that it was
       recorded on. So recordings that may run at the same time have streams, and pools, of their own.
     * **One hardware queue.** CUDA chooses the order of a graph's branches; see :mod:`~megatron_flux.comm.host_link`.
@@ -94,20 +93,15 @@ class Recordings:
     """The recordings of a plan."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._made: Cache[tuple[object, ...], Recording] = Cache(MOST)
         self._seen: Cache[tuple[object, ...], None] = Cache(MOST)
         self.replayed = 0
-        """Calls so far."""
         self.number = 0
-        """Recordings that were made."""
         self._since = 0
         self._failed = False
 
     def find(self, work: Work, beside: str) -> Recording | None:
-        """Return what to replay in place of ``work``, which the second call records; None: run it as it is.
-        ``beside``: see :meth:`~megatron_flux.comm.host_link.HostLink.side`.
-        """
+        """Return what to replay in place of ``work``, which the second call records (``beside`` a stream), or None."""
         link = work.link
         link.check()
         if not link.captures:
@@ -201,7 +195,6 @@ def _gpu_is_close(link: HostLink) -> bool:
 
 
 def _record(work: Work, beside: str) -> Recording:
-    """Record ``work``, which does not run."""
     side = work.link.side(beside)
     recording = Recording(torch.cuda.CUDAGraph(), torch.cuda.Event(external=True))
     with torch.cuda.stream(side.stream), work.link.recorded():

@@ -1,11 +1,9 @@
 """The timer of all benchmarks: ways to do one thing, timed against each other.
 
 :func:`rounds` makes one burst of every way a round, in an order that changes every round, since the GPUs of one host
-throttle together and clocks fall while a measurement lasts.
-
-A burst begins on idle GPUs behind a barrier. Calls ahead of the timed ones keep the GPU busy, so that neither the start
-nor an empty queue is in the time. Every number is the slowest rank's: device time between CUDA events, on the CPU the
-host's clock.
+throttle together and clocks fall while a measurement lasts. A burst begins on idle GPUs behind a barrier. Calls ahead
+of the timed ones keep the GPU busy, so that neither the start nor an empty queue is in the time. Every number is the
+slowest rank's: device time between CUDA events, on the CPU the host's clock.
 
 Functions with a group are collective calls: its ranks call them together, with the same names in the same order.
 """
@@ -52,10 +50,8 @@ def rounds(
     barrier: Callable[[], object] | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Samples]:
-    """Time a burst of ``count`` calls of every way in each round, of which there are one to ``most``.
-
-    ``around`` is opened around each burst of the way it is given. ``barrier`` replaces ``group``'s own; the last thing
-    that it does happens right before the burst. ``go_on`` says, alike on all ranks, whether to begin one more round.
+    """Time a burst of ``count`` calls of every way in each round, of one to ``most``, while ``go_on()``, alike on all
+    ranks. ``around`` is opened around each burst; ``barrier``, instead of the group's own, ends right before it.
     """
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(most if ways else 0):
@@ -90,11 +86,7 @@ def burst(call: Way, count: int, group: dist.ProcessGroup, device: torch.device,
 
 
 def gather_rate(link: HostLink, group: dist.ProcessGroup, nbytes: int) -> float:
-    """Return the GB/s that a rank receives while all ranks gather ``nbytes`` of each over ``link``: the best of five.
-
-    Raises:
-        OperatorError: something else has arrived than was sent.
-    """
+    """Return the GB/s that a rank receives, the best of five gathers. Raises OperatorError: what arrives is wrong."""
     numbers = torch.arange(nbytes // 4, dtype=torch.int32, device=link.device)
     ranks = torch.arange(5 * link.tp, dtype=torch.int32, device=link.device).view(5, link.tp, 1) << 24
     mine, received, best = torch.empty_like(numbers), numbers.new_empty(link.tp, len(numbers)), 0.0

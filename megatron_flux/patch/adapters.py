@@ -1,14 +1,10 @@
 """Low-rank adapters (LoRA) of known frameworks: which calls :mod:`megatron_flux.layers.adapter` runs as a whole.
 
 A wrapper holds a linear (``to_wrap``) and its adapter; its ``forward`` is replaced. Any adapter here is two linears of
-megatron-core, A (``linear_in``) and B (``linear_out``), a scale, and functions of megatron-core's between them. Where
-something else is asked for, the wrapper's own ``forward`` runs: it calls A and B, which are patched by themselves. So
-nothing here runs stock, and no reason is counted.
-
-=========================  ============================================================================================
-Megatron-Bridge            ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2
-``megatron-flux train``    :class:`megatron_flux.train.lora.AdaptedLinear`
-=========================  ============================================================================================
+megatron-core, A (``linear_in``) and B (``linear_out``), a scale, and functions of megatron-core's between them. Known
+are Megatron-Bridge's ``LoRALinear``, of releases whose code is that of 0.3.1 or 0.6.2, and
+:class:`megatron_flux.train.lora.AdaptedLinear`. Where something else is asked for, the wrapper's own ``forward`` runs:
+it calls A and B, which are patched by themselves. So nothing here runs stock, and no reason is counted.
 
 Not run as a whole
     * activations between A and B, dropout behind B, experts, ``a2a_experimental``;
@@ -86,13 +82,11 @@ def wrappers() -> Iterator[tuple[type, Callable[[Any], Form | None]]]:
 
 
 def _found(module: str, name: str) -> Any:
-    """Return a class of a module, if that is imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
 @functools.cache
 def _is_known(utils: Path) -> bool:
-    """Return True if the code of Megatron-Bridge with the file ``utils`` is that of a known release."""
     release = utils.resolve().parents[3]
     found = {path: seams.digest(release, path) for path in BRIDGE_SEAMS}
     if tuple(found.values()) in zip(*BRIDGE_SEAMS.values(), strict=True):
@@ -161,9 +155,7 @@ def forward_of(
 def _adapter(
     linears: LinearPatch, base: dict[str, Any], module: torch.nn.Module, form: Form, x: torch.Tensor
 ) -> Adapter | None:
-    """Return the adapter of a call on ``x`` beside a linear with the attributes ``base``, or None where the wrapper's
-    own ``forward`` is to run.
-    """
+    """Return the adapter of a call on ``x`` beside a linear with the attributes ``base``; None: the wrapper's own."""
     inner, outer, row, communicates, scale, _ = form
     group, a, b = inner.tp_group, inner._parameters["weight"], outer._parameters["weight"]
     sequence_parallel = bool(communicates if row else inner.disable_grad_reduce)

@@ -14,11 +14,9 @@ _IDS = re.compile(r", (\d+)\)")
 def forget(owners: Iterable[type]) -> None:
     """Have torch.compile trace layers of ``owners`` anew; what it has made of other code stays.
 
-    It takes a class's methods for constants. What it compiled before would run on; where other guards fail on some
-    ranks only, these alone would run the new methods, while their peers wait elsewhere.
-
-    Not ``torch.compiler.reset()``: TransformerEngine's compiled functions would be compiled again too, which took 0.3 s
-    at each switch between stock and flux.
+    It takes a class's methods for constants: what it compiled before would run on, on some ranks alone where other
+    guards fail, while their peers wait elsewhere. Not ``torch.compiler.reset()``: TransformerEngine's compiled
+    functions would be compiled again too, which took 0.3 s at each switch between stock and flux.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return

@@ -1,8 +1,7 @@
 """Switch flux on at the first tensor-parallel linear that is built, where ``MEGATRON_FLUX=1``, and print what runs.
 
-Megatron-LM's ``megatron.training`` reads the variable as it parses its arguments (:mod:`megatron_flux.megatron_lm`).
-Frameworks that only use ``megatron.core`` never call that: Megatron-Bridge, verl, ms-swift, NeMo-RL. Their users start
-from a recipe or a YAML file, often in Ray's actors, and have no place to call ``report()``.
+For frameworks that only use ``megatron.core`` (Megatron-Bridge, verl, ms-swift, NeMo-RL): their users start from a
+recipe or a YAML file, often in Ray's actors, and have no place to call ``report()``.
 
 Contract
     * nothing is imported or patched before such a linear is built: processes of the same job that build none (drivers,
@@ -55,10 +54,7 @@ def _look(module: Any, *_: object) -> None:
 
 
 def _switch_on() -> None:
-    """Patch with the defaults. Rank 0 prints one line now and one after the first optimizer step.
-
-    Raises what :func:`megatron_flux.patch` raises: a training that was asked to run flux does not run stock unnoticed.
-    """
+    """Patch, or raise as that does; rank 0 prints one line now and one after the first optimizer step."""
     patcher.patch()
     # Before torch.distributed is initialised only the launcher's variable tells the rank.
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:

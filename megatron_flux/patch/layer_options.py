@@ -30,19 +30,14 @@ def set_backend(
     """Choose the operator backend of some layers of a built model, before or after :func:`megatron_flux.patch`.
 
     For instance ``set_backend(model, "reference", names="*.mlp.*")``, or ``set_backend(model, "stock",
-    names="output_layer")``. All ranks of a tensor-parallel group must choose alike.
+    names="output_layer")``. All ranks of a tensor-parallel group must choose alike. ``backend`` is that of all
+    directions (as in :class:`~megatron_flux.FluxConfig`) that are not given; ``stock`` leaves the layers to Megatron,
+    None takes back what was chosen earlier. ``names`` is a pattern (as of :mod:`fnmatch`) of the layers' names in
+    ``model.named_modules()``, without ``module.`` of Megatron's wrappers. A linear that has an adapter is found by its
+    own name too: ``*.linear_qkv`` finds ``….linear_qkv.to_wrap``, and not the adapter.
 
-    ``model`` may be Megatron's list of chunks. ``backend`` is that of all directions that are not given; ``stock``
-    leaves the layers to Megatron, None takes back what was chosen earlier. ``names`` is a pattern (as of
-    :mod:`fnmatch`) of the layers' names in ``model.named_modules()``, without ``module.`` of Megatron's wrappers; ``*``
-    is all tensor-parallel linears. A linear that has an adapter is found by its own name too: ``*.linear_qkv`` finds
-    ``….linear_qkv.to_wrap``, and not the adapter. ``forward``, ``dgrad`` and ``wgrad`` are as in
-    :class:`~megatron_flux.FluxConfig`.
-
-    Returns the names of the layers.
-
-    Raises:
-        UserError: an unknown backend, directions together with ``stock`` or None, or no layer of such a name.
+    Returns the names of the layers. Raises UserError: an unknown backend, directions together with ``stock`` or None,
+    or no layer of such a name.
     """
     directions = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
     choice: Backends | str | None = backend

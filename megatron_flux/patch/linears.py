@@ -11,16 +11,14 @@
 Why methods: the classes keep their identity, so names imported earlier, ``isinstance``, class-identity lists (MLA),
 checkpoints and parameter attributes are untouched, and the output layer, which no layer spec reaches, is covered.
 
-Two other ``forward`` run stock, and are replaced to count that: of megatron-core's inference-optimized layers, which
-inherit from the last three and have their own kernels, and of MLPs that TransformerEngine's op fuser runs, which take
-the parameters of their linears and do not call them. Every path to stock (:mod:`megatron_flux.patch.reasons`) goes
-through :meth:`LinearPatch.runs_stock`: a silent fallback could not be told from the feature working.
+Two other ``forward`` run stock, and are replaced to count that: of megatron-core's inference-optimized layers, and of
+MLPs that TransformerEngine's op fuser runs without a call of their linears. Every path to stock goes through
+:meth:`LinearPatch.runs_stock`: a silent fallback could not be told from the feature working.
 
 What stock's ``forward`` over TransformerEngine does besides its work is done here too: it ends the layer's first
 micro-batch, whose weight gradient replaces what is in ``main_grad``, and returns the bias that the caller is to add,
 and the norm's output where adapters have asked for it. Of one that is returned gathered, TransformerEngine drops the
-gradient: all that lies before an adapter misses its part. Flux adds it, so that gradients are those of TP 1, and differ
-from stock's. That is logged once; such layers are counted.
+gradient. Flux adds it, so that gradients are those of TP 1, and differ from stock's: logged once, and counted.
 
 In a CUDA graph the weight gradient is always added: one graph serves all micro-batches, and Megatron has zeroed
 ``main_grad``. TransformerEngine's ``make_graphed_callables`` (to 2.13) sets ``is_first_microbatch`` again before it
@@ -57,7 +55,6 @@ class LinearPatch(StockReasons):
     def __init__(
         self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
-        """See :class:`~megatron_flux.patch.reasons.StockReasons`."""
         super().__init__(config, added, row, te)
         self.patched = False  # megatron-core's own classes run flux
         self.subclasses: dict[type, type] = {}
@@ -197,9 +194,7 @@ class LinearPatch(StockReasons):
     def counted_forward(
         self, reason: str, linears_of: Callable[[Any], Iterable[tuple[str, Any]]], stock: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by ``linears_of``
-        the module, which gives its linears with their kinds.
-        """
+        """Return ``forward`` of a module that calls no replaced method: stock, counted for ``reason`` by linear."""
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             for kind, linear in linears_of(module):
@@ -234,7 +229,6 @@ class LinearPatch(StockReasons):
         prefetch.clear()
 
     def _count_gathered_norm(self, layer: torch.nn.Module, runs_flux: bool) -> None:
-        """Count a layer that returns the norm's output gathered, where TransformerEngine drops its gradient."""
         counted = self.norm_gradients["added" if runs_flux else "dropped"]
         if layer in counted:
             return

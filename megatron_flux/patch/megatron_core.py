@@ -41,7 +41,6 @@ REPLACED = {
 TE_REPLACED = {f"{TE_LAYERS}:{name}.forward": _X for name in _TE_CLASSES.values()}
 """Replaced methods and parameters where megatron-core has TransformerEngine; the last two inherit the method."""
 _LINEARS = {path.rpartition(".")[0] for path in (*REPLACED, *TE_REPLACED)}
-"""The classes of tensor-parallel linears, as ``module:class``."""
 INFERENCE_LAYERS = "megatron.core.tensor_parallel.inference_layers"
 """megatron-core's inference-optimized layers (``transformer_impl="inference_optimized"``), from 0.16 on: subclasses of
 those over TransformerEngine, with a ``forward`` of their own; imported with its tensor-parallel layers."""
@@ -50,7 +49,6 @@ _LINEAR_PARAMETERS = (
     *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"),
     *("grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
 )
-"""Parameters in every release."""
 
 
 ADDED: dict[str, tuple[str, object]] = {
@@ -92,10 +90,7 @@ def is_linear(module: object) -> bool:
 
 
 def te_classes() -> dict[str, type]:
-    """Return megatron-core's TransformerEngine layers by kind; none where it could not import TransformerEngine.
-
-    Imports nothing: megatron-core tries to import TransformerEngine wherever it is installed.
-    """
+    """Return megatron-core's TransformerEngine layers by kind; none where it has not imported TransformerEngine."""
     module = sys.modules.get(TE_LAYERS)
     return {kind: getattr(module, name) for kind, name in _TE_CLASSES.items()} if getattr(module, "HAVE_TE", 0) else {}
 
@@ -108,9 +103,7 @@ def linear_classes() -> dict[str, type]:
 
 
 def inference_classes() -> list[tuple[type, str]]:
-    """Return megatron-core's inference-optimized layers, each with the kind of the class that it overrides. Imports
-    nothing.
-    """
+    """Return megatron-core's inference-optimized layers, if imported, with the kinds that they override."""
     module = sys.modules.get(INFERENCE_LAYERS)
     classes = [] if module is None else [found for found in vars(module).values() if isinstance(found, type)]
     own = [cls for cls in classes if cls.__module__ == INFERENCE_LAYERS and "forward" in vars(cls)]
@@ -145,12 +138,7 @@ def installed_megatron_core() -> str:
 
 
 def version_of_tree(core: Path) -> str:
-    """Return the version that the sources in a ``megatron/core`` folder state, ``0.16.1`` say; nothing of them is run.
-
-    Raises:
-        FileNotFoundError: there is no ``package_info.py``.
-        ValueError: it does not assign the constants ``MAJOR``, ``MINOR`` and ``PATCH``.
-    """
+    """Return the version that ``megatron/core`` sources state. Raises FileNotFoundError or ValueError: they do not."""
     path = core / "package_info.py"
     text = path.read_text(encoding="utf-8")
     stated = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([^'\"\s]*)", text, re.MULTILINE))
@@ -161,9 +149,7 @@ def version_of_tree(core: Path) -> str:
 
 
 def check_megatron_core(found: str, *, strict: bool = False) -> Version:
-    """Return the release that the version ``found`` of megatron-core belongs to, which must be supported, or newer with
-    the same code. ``strict`` takes no newer one.
-    """
+    """Return the release of ``found``, which must be supported, or, unless ``strict``, newer with the same code."""
     release, core = release_of(found), _folder()
     if not strict and release is not None and release >= Version(_BEYOND) and core is not None:
         known = shown(SUPPORTED_MEGATRON_CORE)
@@ -200,10 +186,7 @@ def release_of(version_text: str) -> Version | None:
 
 
 def check_symbol(path: str, parameters: tuple[str, ...]) -> None:
-    """Import ``module:qualified.name`` and check that its signature has the parameters.
-
-    Another library's object in its place is not checked: calls run stock through it.
-    """
+    """Check the signature of ``module:qualified.name``, unless it is another library's: calls run stock through it."""
     releases = shown(SUPPORTED_MEGATRON_CORE)
     try:
         target = resolve_name(path)
@@ -235,10 +218,7 @@ def checked_versions(*, strict: bool = False) -> Version:
 
 
 def check_symbols(*, strict: bool = False) -> dict[str, object]:
-    """Check versions and all symbols, over TransformerEngine where megatron-core has that.
-
-    Returns what the installed release has of :data:`ADDED`, with the values that mean "off".
-    """
+    """Check versions and all symbols; return what the installed release has of :data:`ADDED`, with its "off"."""
     release = checked_versions(strict=strict)
     added = {name: off for name, (since, off) in ADDED.items() if release >= Version(since)}
     row = f"{LAYERS}:RowParallelLinear._forward_impl"

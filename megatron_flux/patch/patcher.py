@@ -70,7 +70,6 @@ class Replacement(NamedTuple):
 
 
 was_patched = False
-"""True once :func:`patch` has been called."""
 _linears: LinearPatch | None = None
 _replacements: list[Replacement] = []
 
@@ -87,8 +86,7 @@ def patch(config: FluxConfig | None = None) -> None:
     ``megatron_flux``, rank 0). Without ``config`` the defaults hold, or, when already patched, nothing changes.
 
     Raises:
-        UserError: a backend, a link or a wire format that does not exist, a budget that is no number of bytes, or a bad
-            value of one of the package's environment variables.
+        UserError: a bad value in ``config``, or in one of the package's environment variables.
         UnsupportedVersionError: torch or megatron-core outside the supported range, or symbols that do not match.
     """
     global was_patched
@@ -110,10 +108,7 @@ def _install(replacements: Iterable[Replacement]) -> None:
 
 
 def use(config: FluxConfig | None) -> LinearPatch:
-    """Return what the layers of this process run by, from now on with ``config`` if one is given; replace nothing.
-
-    Raises as :func:`patch`.
-    """
+    """Return what layers of this process run by, from now on with ``config`` if given. Raises as :func:`patch`."""
     global _linears
     if config is None and _linears is not None:
         return _linears
@@ -175,7 +170,6 @@ def standing_for(stock: Any, owner: type, name: str, method: Any) -> Any:
 
 
 def _of_wrappers(linears: LinearPatch) -> Iterator[Replacement]:
-    """Yield the replacements of adapters' wrappers that are imported and not replaced."""
     replaced = {r.owner for r in _replacements}
     for wrapper, form_of in adapters.wrappers():
         if wrapper not in replaced:
@@ -205,11 +199,7 @@ register_module_parameter_registration_hook(_begin_model)
 
 
 def unpatch() -> None:
-    """Put the stock methods back. Does nothing when not patched.
-
-    Raises:
-        FluxError: a method was replaced once more after ``patch()``; nothing is changed then.
-    """
+    """Put the stock methods back. Raises FluxError: one was replaced once more after :func:`patch`; nothing changes."""
     global _linears
     if _linears is None or not is_patched():
         return
@@ -254,13 +244,11 @@ def patched(config: FluxConfig | None = None) -> Iterator[None]:
 def tune_model(model: Model, sequence: int, micro_batch_size: int) -> int:
     """Tune the calls of a patched model's linears now instead of in its first steps, on calls that are made up.
 
-    The stages of a pipeline do so at the same time, each in its own tensor-parallel group. Calls of other shapes are
-    tuned as they come. A collective call of every tensor-parallel group; random states stay as they are. Under
-    ``torch.no_grad()`` forward alone is tuned.
-
+    A collective call of every tensor-parallel group; the stages of a pipeline do so at the same time. Calls of other
+    shapes are tuned as they come. Random states stay as they are. Under ``torch.no_grad()`` forward alone is tuned.
     ``model`` is this rank's stage, or its chunks, as Megatron builds them; ``sequence`` the tokens of a sequence, of
     all ranks that share one. Returns how many calls of different shapes were asked for: 0 where no layer's backend
-    tunes (on CPUs, for instance). An error unless :func:`patch` was called before.
+    tunes (on CPUs, for instance). Raises UserError unless :func:`patch` was called before.
     """
     if _linears is None:
         raise UserError("tune_model: nothing is patched; call megatron_flux.patch() first")

@@ -6,7 +6,7 @@ recognised runs stock.
 
 Activation offloading takes whatever a function saves to the CPU, by torch's hooks on saved tensors; parameters stay.
 TransformerEngine's older kind takes only what its own layers have marked: beside it stock runs. Megatron's makes
-TransformerEngine say that it offloads in the older way, so that layers keep the parameter itself; those here always do.
+TransformerEngine say that it offloads in the older way.
 
 Hazard: Megatron's own column layer keeps ``allreduce_dgrad`` as it was built. Where ``sequence_parallel`` was toggled
 since, or with ``disable_grad_reduce`` (adapters), its dgrad is summed elsewhere or not at all. Flux does as stock.
@@ -53,11 +53,9 @@ class StockReasons:
     def __init__(
         self, config: FluxConfig, added: Mapping[str, object], row: type, te: TransformerEngine | str | None = None
     ) -> None:
-        """``added``: as of :func:`~megatron_flux.patch.megatron_core.check_symbols`.
-
-        ``row``: ``RowParallelLinear``; a subclass with its own ``_forward_impl`` is left alone.
-
-        ``te``: the checked TransformerEngine, why the installed one cannot be used (its layers run stock), or None.
+        """``added``: as of :func:`~megatron_flux.patch.megatron_core.check_symbols`. ``row``: ``RowParallelLinear``; a
+        subclass with its own ``_forward_impl`` is left alone. ``te``: the checked TransformerEngine, why the installed
+        one cannot be used (its layers run stock), or None.
         """
         self.config = config  # may be exchanged while patched: every call reads it
         self.added, self.te = added, cast(Any, te)
@@ -193,11 +191,7 @@ class StockReasons:
 
 
 def asks_for_graphs(config: Any) -> bool:
-    """Return True if Megatron will capture layers of this configuration, or a whole iteration of them.
-
-    megatron-core 0.15 to 0.20 all have ``cuda_graph_impl``; they turn its older names into it. A
-    ``ModelParallelConfig`` has none of them.
-    """
+    """Return True if Megatron will capture layers of this configuration; ``ModelParallelConfig`` has no such field."""
     return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
 
 

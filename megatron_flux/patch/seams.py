@@ -20,9 +20,7 @@ _NOT_CODE = ("ctx", "kind", "type_comment", "type_params")
 
 
 def functions(release: Path, path: str) -> dict[str, ast.FunctionDef]:
-    """Return the functions behind ``module`` or ``module:name`` in a folder or wheel ``release``, by qualified name,
-    without docstrings; nothing: it is not there.
-    """
+    """Return the functions behind ``module`` or ``module:name`` in a folder or wheel, by name, without docstrings."""
     module, _, wanted = path.partition(":")
     for name in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"):
         if (text := _read(release, name)) is not None:

@@ -1,8 +1,8 @@
 """Flux without a patch: layer specs whose tensor-parallel linears are subclasses of megatron-core's that run flux.
 
-For those who want no class of another package changed. A subclass has its base's name, parameters and checkpoints, and
-replaces the one method that :func:`megatron_flux.patch` would, by the same code; configuration and counts are the
-process's. While ``patch()`` is on, it does as its base does, so that no call is counted twice.
+A subclass has its base's name, parameters and checkpoints, and replaces the one method that
+:func:`megatron_flux.patch` would, by the same code; configuration and counts are the process's. While ``patch()`` is
+on, it does as its base does, so that no call is counted twice.
 
 megatron-core takes a spec provider for the MLP, mixtures of experts and multi-token prediction, not for a whole layer:
 there :func:`flux_spec` turns the finished spec into one that runs flux. The output layer, which no spec reaches, stays
@@ -62,10 +62,9 @@ def flux_spec(spec: _Spec, config: FluxConfig | None = None) -> _Spec:
 
 
 def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
-    """Return a ``BackendSpecProvider`` of megatron-core whose tensor-parallel linears run flux.
-
-    It is as ``base`` in all else: by default ``TESpecProvider`` where megatron-core has TransformerEngine, else
-    ``LocalSpecProvider``. ``config`` and errors are as of :func:`flux_spec`.
+    """Return a ``BackendSpecProvider`` of megatron-core as ``base`` whose tensor-parallel linears run flux: by default
+    as ``TESpecProvider`` where megatron-core has TransformerEngine, else ``LocalSpecProvider``. ``config`` and errors
+    are as of :func:`flux_spec`.
     """
     use(config)
     if base is None:
@@ -83,7 +82,6 @@ def spec_provider(base: Any = None, config: FluxConfig | None = None) -> Any:
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``original`` with its result converted."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

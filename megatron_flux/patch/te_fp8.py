@@ -14,13 +14,11 @@ tensorwise ``Float8CurrentScaling``       bytes; the quantizer reduces the amax 
 blockwise  ``Float8BlockScaling``         bytes and scales, by columns for a GEMM over k and by rows for wgrad
 =========  =============================  ==============================================================================
 
-CUDA graphs are TransformerEngine's matter as they are without flux. A captured call reads the flag of
-:meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and neither registers nor reduces them:
-the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are part of the graph, and of the stream
-in which fused kernels run.
+A captured call reads the flag of :meth:`TransformerEngineFp8.skip_flag`, keeps its amaxes in the layer's buffers, and
+neither registers nor reduces them: the graph's owner does, between replays. Amaxes that tensorwise scaling reduces are
+part of the graph, and of the stream in which fused kernels run.
 
-Read in the source of releases 2.11 to 2.20 (``module/linear.py``, ``module/layernorm_linear.py``, ``module/base.py``,
-``distributed.py``, ``tensor/``); others run stock with that reason. What differs between them:
+Read in the source of releases 2.11 to 2.20; others run stock with that reason. What differs between them:
 
 =====  =================================================================================================================
 2.12   ``prepare_forward`` is no context any more; what is quantised in blocks by columns is always transposed: where
@@ -70,11 +68,11 @@ _API = {
     "recompute_enabled": "transformer_engine.pytorch.distributed:is_fp8_activation_recompute_enabled",
     "recompute_phase": "transformer_engine.pytorch.distributed:in_fp8_activation_recompute_phase",
     "graph_capturing": "transformer_engine.pytorch.graph:is_graph_capturing",
-    "split_forward": "transformer_engine.pytorch.module.base:_2X_ACC_FPROP",
-    "split_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
-    "split_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
+    # What counts where a recipe, which calls them so, does not say if sums are split.
+    "fp8_gemm_fprop": "transformer_engine.pytorch.module.base:_2X_ACC_FPROP",
+    "fp8_gemm_dgrad": "transformer_engine.pytorch.module.base:_2X_ACC_DGRAD",
+    "fp8_gemm_wgrad": "transformer_engine.pytorch.module.base:_2X_ACC_WGRAD",
 }
-"""Symbols of all supported releases, by the name that they have here."""
 _API_BY_RELEASE = {
     "quantize_weight": "transformer_engine.pytorch.module.base:quantize_weight",
     "set_amax_group": "transformer_engine.pytorch.module._common:set_quantizer_amax_reduction_group",
@@ -105,12 +103,6 @@ class TransformerEngineFp8:
         for name, path in _API_BY_RELEASE.items():
             with suppress(AttributeError):
                 setattr(api, name, resolve_name(path))
-        # What a recipe calls them, and what counts where it does not say.
-        self._splits = (
-            ("fp8_gemm_fprop", api.split_forward),
-            ("fp8_gemm_dgrad", api.split_dgrad),
-            ("fp8_gemm_wgrad", api.split_wgrad),
-        )
         self.compact = release in _COMPACT
         self.laid_out: tuple[Any, ...] = ()  # what blocks are told beside their data
         if self.compact:
@@ -184,8 +176,8 @@ class TransformerEngineFp8:
     def splits(self, recipe: Any) -> list[bool]:
         """Return whether ``recipe`` splits the sums of forward, dgrad and wgrad."""
         return [
-            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else default
-            for name, default in self._splits
+            getattr(recipe, name).use_split_accumulator if hasattr(recipe, name) else getattr(self.api, name)
+            for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
         ]
 
     def gemms(self, out: torch.dtype) -> tuple[Fp8Kind, Fp8Kind]:
@@ -374,7 +366,6 @@ class Fp8Call(Precision):
         return self._gather(dy, self._dy_quantizer, linear)
 
     def _gather(self, local: Rows, quantizer: Any, linear: LinearState, held: bool = False) -> PendingRows:
-        """Start gathering the local bytes; as rows where they cannot be sent transposed."""
         group, backend = linear.group, linear.backends.wgrad
         if local.transposed and not sends_transposed(local, group, backend):
             local = Rows(self._api.fp8_transpose(local.data, quantizer.dtype, out=None), local.scale_inv)
@@ -407,7 +398,6 @@ class Fp8Call(Precision):
             self._te.state.reduce_and_update_fp8_tensors(forward=False)
 
     def _operand(self, tensor: Any) -> Fp8Operand:
-        """Return what TransformerEngine has quantised, a matrix, to multiply over its columns."""
         dtype = self._api.torch_dtypes[tensor._fp8_dtype]
         if not self._in_blocks:
             return Fp8Operand(tensor._data, dtype, tensor._scale_inv)
@@ -426,9 +416,7 @@ class Fp8Call(Precision):
         return Rows(tensor._data if gathered else tensor._transpose, tensor._scale_inv, not gathered)
 
     def _stored(self, operand: Fp8Operand | Rows, quantizer: Any, *, transposed: bool, square: bool = False) -> Any:
-        """Return an operand, which may be ``transposed``, as TransformerEngine's GEMM takes it. It reads no quantizer;
-        ``square``: blocks are, as a weight's.
-        """
+        """Return an operand as TransformerEngine's GEMM takes it; ``square``: its blocks are, as a weight's."""
         data, scales, dtype = operand.data, operand.scale_inv, quantizer.dtype
         if not self._in_blocks:
             form = {"data": None, "data_transpose": data} if transposed else {"data": data}

@@ -44,7 +44,6 @@ from megatron_flux.patch.te_fp8 import SUPPORTED_FP8, TransformerEngineFp8, gemm
 _BEYOND = "2.21"
 SUPPORTED_TE = SpecifierSet(f">=2.9,<{_BEYOND}")
 NEWEST = "2.20.2"
-"""The newest known release."""
 
 NEWEST_SEAMS = {
     "transformer_engine.pytorch.module.linear": "6e7bcc2e6671",
@@ -70,10 +69,7 @@ _userbuffers = attrgetter(
 
 
 def load(*, strict: bool = False) -> TransformerEngine:
-    """Return the installed TransformerEngine; ``strict``: none that is newer than those known.
-
-    Raises UnsupportedVersionError: its release, or a symbol is missing.
-    """
+    """Return the installed TransformerEngine. Raises UnsupportedVersionError: its release, or a missing symbol."""
     try:
         installed = version("transformer-engine")
     except PackageNotFoundError:  # not installed as a distribution
@@ -113,14 +109,11 @@ class TransformerEngine:
     """The installed TransformerEngine, as far as flux calls or asks it."""
 
     def __init__(self, installed: str, release: Version) -> None:
-        """Find the symbols of ``installed``, a build of ``release``. Raises ImportError, AttributeError: one is
-        missing.
-        """
+        """Find the symbols of ``installed``. Raises ImportError, AttributeError: one is missing."""
         self.installed = installed
-        kernels = "transformer_engine_torch"
         self.norms = {
-            "LayerNorm": (resolve_name(f"{kernels}:layernorm_fwd"), resolve_name(f"{kernels}:layernorm_bwd")),
-            "RMSNorm": (resolve_name(f"{kernels}:rmsnorm_fwd"), resolve_name(f"{kernels}:rmsnorm_bwd")),
+            kind: [resolve_name(f"transformer_engine_torch:{kind.lower()}_{way}") for way in ("fwd", "bwd")]
+            for kind in ("LayerNorm", "RMSNorm")
         }
         self.dtypes = resolve_name("transformer_engine.pytorch.constants:TE_DType")
         fp8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
@@ -196,12 +189,10 @@ class TransformerEngine:
     def delayed(self, layer: Any, bias: torch.Tensor | None) -> DelayedWgrad | None:
         """Return what takes this call's wgrad if it is delayed, else None.
 
-        With ``delay_wgrad_compute`` (Megatron's combined 1F1B with expert parallelism) backward puts operands and a
-        function into the module's ``wgrad_store``. ``backward_dw``, which is stock's, takes the oldest, and does the
-        rest: ``weight.grad``, the bias's gradient, and the hooks of Megatron's DistributedDataParallel.
-
-        ``bias``: of a column-parallel layer that adds it; the GEMM sums its gradient. In FP8 None: quantising ``dy``
-        sums it.
+        With ``delay_wgrad_compute`` backward puts operands and a function into the module's ``wgrad_store``.
+        ``backward_dw``, which is stock's, takes the oldest, and does the rest: ``weight.grad``, the bias's gradient,
+        and the hooks of Megatron's DistributedDataParallel. ``bias``: of a column-parallel layer that adds it; the GEMM
+        sums its gradient. In FP8 None: quantising ``dy`` sums it.
         """
         store, gemm = layer.wgrad_store, self._gemm
         if not store.delay_wgrad_compute():
@@ -222,9 +213,7 @@ class TransformerEngine:
 
     @staticmethod
     def returned(layer: Any) -> Returned | None:
-        """Return which output of its norm a ``LayerNormLinear`` also returns. Without sequence parallelism there is
-        only the local one, which is whole.
-        """
+        """Return which norm output a ``LayerNormLinear`` also returns: without sequence parallelism it is whole."""
         if not getattr(layer, "return_layernorm_output", False):
             return None
         gathered = getattr(layer, "return_layernorm_output_gathered", False)

@@ -1,15 +1,9 @@
 """Tuning before the first step: the calls of a patched model's linears, known from its layers and the micro-batch.
 
-A column-parallel layer with weight ``[n, k]`` and micro-batches of m tokens calls all_gather_gemm to ``[m, n]`` in
-forward and, with the weight transposed, gemm_reduce_scatter to ``[m/tp, k]`` in dgrad; a row-parallel one the other way
-round. Without sequence parallelism each calls one gemm_all_reduce: in dgrad to ``[m, k]``, beside wgrad unless the
-weight is frozen, or in forward to ``[m, n]``. Gathers for wgrad are measured only where the link goes by chunks, as is
-the gather of a norm's output that an FP8 layer returns.
-The patch decides if a layer runs flux, as at call time.
-
-A layer over TransformerEngine is asked inside of the FP8 autocast that megatron-core has around it, if any: what the
-recipe multiplies there are FP8 operands, k-major, of random numbers here. What is left at the autocast's end is left
-out, as it would update scales.
+They are those of :mod:`megatron_flux.layers.linears`. Gathers for wgrad are measured only where the link goes by
+chunks, as is the gather of a norm's output that an FP8 layer returns. The patch decides if a layer runs flux, as at
+call time. A layer over TransformerEngine is asked inside of the FP8 autocast that megatron-core has around it, if any:
+operands are of random numbers here. What is left at the autocast's end is left out, as it would update scales.
 """
 
 from __future__ import annotations
@@ -106,7 +100,6 @@ def tune(chunks: Sequence[torch.nn.Module], linears: LinearPatch, sequence: int,
 
 
 def _calls(linear: _Linear, config: FluxConfig, training: bool) -> Iterator[_Wanted]:
-    """Yield the calls of a layer."""
     layer, (n, k), m, group = linear.layer, linear.shape, linear.m, linear.layer.tp_group
     backends: Any = backends_of(layer, config.backends)  # stock layers are not among them
     wires = config.wires if linear.fp8 is None else ALL_EXACT
@@ -228,7 +221,6 @@ def _layer_numbers(chunk: torch.nn.Module) -> dict[torch.nn.Module, int]:
 
 @contextlib.contextmanager
 def _autocast_of(layer: Any, number: int | None) -> Iterator[None]:
-    """Enter the FP8 autocast in which megatron-core will call ``layer``, if any."""
     if number is None or not getattr(layer.config, "fp8", None):
         yield
         return

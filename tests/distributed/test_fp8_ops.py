@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_flux import ops
 from megatron_flux.comm import transports
+from megatron_flux.comm.group_state import state_of
 from megatron_flux.kernels import wire as wires
 from megatron_flux.layers import fp8
 from megatron_flux.ops.all_reduce_config import AllReduceConfig
@@ -217,7 +218,7 @@ def test_shards_are_transposed_into_their_places() -> None:
             made = [torch.randint(0, 255, (tp, mp, k)).byte() for _ in range(4)]
             wanted = [shards.reshape(tp * mp, k).t() for shards in made]
             own = [fp8.Rows(shards[rank].clone(), torch.ones(1)) for shards in made]
-            begun = ops.all_gathers_begun(group)
+            begun = state_of(group).gathers_begun
             for _ in range(2):  # both halves of the slabs, twice
                 first = fp8.gather(own[0], group, "twin", held=True)
                 second = fp8.gather(own[1], group, "twin")
@@ -231,7 +232,7 @@ def test_shards_are_transposed_into_their_places() -> None:
                 fp8.gather(own[3], group, "twin").wait()
                 assert torch.equal(found[0].data, wanted[0]), "a gather that is held lies apart"
                 own[0].data.copy_(made[0][rank])
-            assert ops.all_gathers_begun(group) == begun + 4
+            assert state_of(group).gathers_begun == begun + 4
             fp8.gather(own[2], group, "twin", held=True)
             kept = fp8.gather(own[3], group, "twin", held=True, own_gathered=True).wait().data  # sends the one before
             for which in (0, 1):

@@ -136,10 +136,10 @@ def test_a_gather_that_was_overtaken() -> None:
             ops.all_gather(torch.full((2, 8), float("nan")), dist.group.WORLD).wait()
 
     blocks.between = hook
-    begun = ops.all_gathers_begun(dist.group.WORLD)
+    begun = state_of(dist.group.WORLD).gathers_begun
     require_equal(blocks.results(True), plain)
     # Two micro-batches of two blocks: the hook's three, the gather ahead and the one in its stead.
-    assert ops.all_gathers_begun(dist.group.WORLD) - begun == 2 * 2 * (3 + 2)
+    assert state_of(dist.group.WORLD).gathers_begun - begun == 2 * 2 * (3 + 2)
 
 
 @on_ranks("world2")

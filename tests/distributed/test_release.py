@@ -96,9 +96,9 @@ def test_backward_gathers_what_was_kept() -> None:
     start_anew()
     assert megatron_flux.release() == kept > 0
     assert held() == (0, 0)
-    begun = ops.all_gathers_begun(dist.group.WORLD)
+    begun = state_of(dist.group.WORLD).gathers_begun
     y.square().sum().backward()
-    assert ops.all_gathers_begun(dist.group.WORLD) - begun == 1
+    assert state_of(dist.group.WORLD).gathers_begun - begun == 1
     reference = Block("reference", False)
     again = one_input()
     reference.column(again).square().sum().backward()

@@ -421,13 +421,13 @@ def test_nobody_waits_for_a_rank_that_is_some_calls_late() -> None:
     """It has sent its times by then; where it has not, the other one waits where it reads them."""
     late = 0.6
     for before_end in (0, trial.AHEAD):
-        one, call, waited = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8), []
+        one, call, waited = trial.Trial([UNMEASURED], "a call"), SimpleNamespace(m=8, group=dist.group.WORLD), []
         length = len(one._round)
         for number in range(length + 1):
             if number == length - before_end and dist.get_rank() == 1:
                 time.sleep(late)
             began = time.monotonic()
-            one.turn(call, dist.group.WORLD)  # type: ignore[arg-type]
+            one.turn(call)  # type: ignore[arg-type]
             waited.append(time.monotonic() - began)
         assert one.decided is not None
         assert max(waited[:-1]) < late / 2

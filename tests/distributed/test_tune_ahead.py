@@ -45,7 +45,7 @@ class Counting(TunedBackend):
         call.run(self.backends.reference)  # as a trial would: all ranks take part, with operands that fit
         of = operator_of(call) + ("" if call.fp8 is None else f" of {call.fp8.kind.words()}")
         gathered = call.operator == "all_gather_gemm" and call.return_gathered
-        self.measured.append((of, call.m, call.n, call.k, call.transposed, gathered, call.spec.captured))
+        self.measured.append((of, call.m, call.n, call.k, call.transposed, gathered, call.captured))
         trial = Trial([UNMEASURED], of)
         trial.decided = Entry(backend="reference", ms={"reference": 1.0})
         return trial

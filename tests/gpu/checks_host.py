@@ -322,7 +322,7 @@ def replayed(group):
         del y, seen, rows, z, y8, seen8, left, pending, full, sums, rows8, whole8
     recorded = 0
     for plan in state_of(group).plans.values():
-        if (recordings := getattr(plan, "options", {}).get("recordings")) is not None and recordings.replayed:
+        if (recordings := getattr(plan, "recordings", None)) is not None and recordings.replayed:
             counted[plan.counted[0]] = counted.get(plan.counted[0], 0) + recordings.replayed
             recorded += recordings.number
     captures = state_of(group).transports[w.device].captures

@@ -1,3 +1,4 @@
-"""Ways to run the operators. Read ``registry`` (what a backend is, which one runs a call), ``reference`` (torch's own),
-``fused``, and ``tuned`` (:mod:`megatron_flux.ops.tuner`).
+"""Ways to run the operators. Read ``registry`` (which one runs a call: ``auto`` is ``tuned`` between GPUs with NVLink,
+else ``reference`` with the reason counted), ``reference`` (torch's own, anywhere), ``fused`` (NVLink), ``chunked``
+(other links), and ``tuned`` (the fastest of these, :mod:`megatron_flux.ops.tuner`).
 """

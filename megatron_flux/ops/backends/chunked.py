@@ -1,9 +1,9 @@
 """The ``chunked`` backends: cuBLAS multiplies what has arrived while the rest is on its way, over any transport.
 
-For groups without NVLink. Shards are moved in pieces by a transport (:mod:`megatron_flux.comm.transports`): through
-host memory or peers' memory of one host. ``all_gather_gemm`` multiplies the local shard first, then each piece of
-each peer as it arrives; ``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is
-there, the local shard last, and then adds all in fp32, in a fixed order: results are the same in every run.
+For groups without NVLink. A transport moves shards in pieces (:mod:`megatron_flux.comm.transports`).
+``all_gather_gemm`` multiplies the local shard first, then each piece of each peer as it arrives;
+``gemm_reduce_scatter`` multiplies peers' rows first and sends each piece as soon as it is there, the local shard last,
+and then adds all in fp32, in a fixed order: results are the same in every run.
 
 ==================  =====================================================================================
 name                what travels (:mod:`megatron_flux.kernels.wire`)
@@ -12,14 +12,11 @@ name                what travels (:mod:`megatron_flux.kernels.wire`)
 ``chunked_int8``    integers of 8 bits in rotated blocks of 128 with a scale: half the bytes of bf16
 ==================  =====================================================================================
 
-FP8 operands (:mod:`megatron_flux.ops.fp8_operand`) are gathered as they are by both, their bytes in pieces and the
-scales of their blocks before them; what a reduce-scatter sends of them are partial sums in bf16, as of others.
-
-The local shard is never quantised: it is not sent. With an 8-bit wire the gathered inputs of two ranks
-therefore differ in the rows of these two.
+FP8 operands are gathered as they are by both, their bytes in pieces and the scales of their blocks before them; what a
+reduce-scatter sends of them are partial sums in bf16. The local shard is not sent, so never quantised: with an 8-bit
+wire the gathered inputs of two ranks differ in the rows of these two.
 
 Contract: that of :mod:`megatron_flux.ops.call`. Results, and gathered inputs, are fresh tensors.
-Limits: CUDA graphs over a transport that can be captured only.
 """
 
 from __future__ import annotations
@@ -35,10 +32,10 @@ import torch.distributed as dist
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.host_link import HostGather
+from megatron_flux.comm.host_link import HostCall
 from megatron_flux.comm.transports import transport_of
 from megatron_flux.kernels import wire as wires
-from megatron_flux.ops.backend import Backend, BackendPlan, Plan
+from megatron_flux.ops.backend import Backend, Plan
 from megatron_flux.ops.call import OperatorCall, compare_calls, matrix
 from megatron_flux.ops.cuda_graphs import capturing
 from megatron_flux.ops.fp8_operand import Fp8Operand
@@ -55,11 +52,6 @@ COUNTS, LEAST_BYTES = (2, 4, 8, 16), 1 << 20
 """Numbers of pieces that the tuner tries, and the smallest piece."""
 
 
-def pieces_of(rows: int, width: int) -> int:
-    """Return the number of pieces of a shard of ``rows`` of ``width`` bytes."""
-    return max(1, min(MOST_PIECES, rows * width // PIECE_BYTES, rows // LEAST_ROWS))
-
-
 def piece_counts(call: OperatorCall) -> list[int]:
     """Return the possible numbers of pieces for a shard of ``call``."""
     scatters = call.operator == "gemm_reduce_scatter"
@@ -69,33 +61,50 @@ def piece_counts(call: OperatorCall) -> list[int]:
     return [count for count in COUNTS if count <= most] or [1]
 
 
-class ChunkedPlan(BackendPlan):
+class ChunkedPlan(Plan):
     """Calls of one spec. Where their addresses come again they are replayed (:mod:`megatron_flux.ops.recordings`)."""
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """``pieces`` of a shard, None: by its size."""
-        recordings = Recordings() if call.x.is_cuda and not call.captured else None
-        super().__init__(backend, call, pieces=pieces, recordings=recordings)
-        if recordings is not None and transport_of(call.group, call.x.device).captures:
+        self.backend, self._pieces, self.nbytes = backend, pieces, backend.bytes_received(call)
+        self.recordings = Recordings() if call.x.is_cuda and not call.captured else None
+        if self.recordings is not None and transport_of(call.group, call.x.device).captures:
             self.replay_ms = REPLAY_MS
-        self.nbytes = backend.bytes_received(call)
+
+    def run(self, call: OperatorCall) -> Any:
+        """See the base class. What an asynchronous call's GEMMs leave to transfer runs beside what comes next."""
+        if torch.is_inference_mode_enabled():  # what is made may outlive it, and be written to by a training
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(call)
+        if not call.x.is_contiguous():
+            call = call._replace(x=call.x.contiguous())
+        if call.operator == "all_gather_gemm":
+            kind = _GatherGemm if call.fp8 is None else _GatherGemmFp8
+            multiplied = run(kind(self.backend, call, self._pieces), self.recordings)
+            return multiplied.y, multiplied.gathered
+        work = (_Gather if call.operator == "all_gather" else _GemmScatter)(self.backend, call, self._pieces)
+        if call.operator == "all_gather" or call.async_op:
+            return Pending(work.result, start(work, self.recordings), keep=(call.x,))
+        return run(work, self.recordings).result
 
 
 class ChunkedBackend(Backend):
     """See the module."""
 
     operators = ("all_gather_gemm", "gemm_reduce_scatter", "all_gather")
-    takes_leading_dimensions = True
 
     def __init__(self, name: str = "chunked", wire: str = wires.EXACT) -> None:
-        """``wire``: one of :data:`megatron_flux.settings.WIRES`."""
         self.name, self.wire = name, wire
         self.pieces: int | None = None
         """Pieces of a shard; None chooses by size. For tests."""
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:
         """Return the first limit that these operands meet, or None."""
-        return _why_not_captured(x, group) if x.is_cuda and capturing(x) else None
+        if not x.is_cuda or not capturing(x):
+            return None
+        if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
+            return "its transport would have to be made while a CUDA graph is captured; run it once before"
+        by = transport_of(group, x.device)
+        return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"
 
     def plan(self, call: OperatorCall, pieces: int | None = None) -> Plan:
         """See the base class; ``pieces`` of a shard, None: by its size."""
@@ -109,38 +118,11 @@ class ChunkedBackend(Backend):
         peers, rows = call.group.size() - 1, call.m // call.group.size()
         return peers * wires.nbytes(self.wire, rows, call.n if scatters else call.k, call.out.itemsize)
 
-    def all_gather_gemm(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Operand]:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-        kind = _GatherGemm if call.fp8 is None else _GatherGemmFp8
-        work = run(kind(self, call, pieces), recordings)
-        return work.y, work.gathered
-
-    def all_gather(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`."""
-        work = _Gather(self, call, pieces)
-        return Pending(work.gathered, start(work, recordings), keep=(call.x,))
-
-    def gemm_reduce_scatter(
-        self, call: OperatorCall, pieces: int | None = None, recordings: Recordings | None = None
-    ) -> Pending:
-        """See :class:`~megatron_flux.ops.backend.Backend`. With ``async_op`` the transfers that are left when
-        the GEMMs have ended run beside what comes next.
-        """
-        work = _GemmScatter(self, call, pieces)
-        if call.async_op:
-            return Pending(work.result, start(work, recordings), keep=(call.x,))
-        return Pending(run(work, recordings).result)
-
 
 class _Chunked(Work):
     """A call of this backend."""
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """Allocate what the call needs."""
         compare_calls(call)
         super().__init__(call, transport_of(call.group, call.x.device))
         self.wire, self.pieces = backend.wire, pieces or backend.pieces
@@ -158,7 +140,6 @@ class _Gathering(_Chunked):
     gathered: Any
 
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
-        """See the base class."""
         super().__init__(backend, call, pieces)
         if call.fp8 is not None:
             self.wire = wires.EXACT
@@ -170,7 +151,7 @@ class _Gathering(_Chunked):
             self._sent = self.empty((nbytes,), torch.uint8)
             self._arrives = self.empty((self.link.tp, nbytes), torch.uint8)
 
-    def begin_gather(self) -> tuple[_Cut, HostGather]:
+    def begin_gather(self) -> tuple[_Cut, HostCall]:
         """Send what this rank has."""
         self._cut = cut = self.cut(self.call.k, self.x.element_size())
         if self.encoded:
@@ -198,7 +179,7 @@ class _Gathering(_Chunked):
 class _Gather(_Gathering):
     def __init__(self, backend: ChunkedBackend, call: OperatorCall, pieces: int | None) -> None:
         super().__init__(backend, call, pieces)
-        self.gathered = self.full
+        self.result = self.full
 
     def begin(self) -> None:
         _, self._flight = self.begin_gather()
@@ -319,7 +300,8 @@ class _Cut(NamedTuple):
 def _cut(wire: str, rows: int, width: int, itemsize: int, pieces: int | None, at_once: int, tp: int, rank: int) -> _Cut:
     """Cut shards of ``rows`` x ``width``; pieces begin at multiples of ``at_once`` rows."""
     blocks = -(-rows // at_once)
-    count = max(1, min(pieces, blocks)) if pieces else min(pieces_of(rows, width * itemsize), blocks)
+    wanted = pieces or min(MOST_PIECES, rows * width * itemsize // PIECE_BYTES, rows // LEAST_ROWS)
+    count = max(1, min(wanted, blocks))
     by_rows = [min(rows, blocks * piece // count * at_once) for piece in range(count + 1)]
     of_pieces = [last - first for first, last in itertools.pairwise(by_rows)]
     cuts = itertools.accumulate((wires.nbytes(wire, some, width, itemsize) for some in of_pieces), initial=0)
@@ -359,11 +341,3 @@ def _gemm_of_blocks(call: OperatorCall, x: torch.Tensor, cut: _Cut) -> Callable[
     if addends:
         return lambda at, out: torch.addmm(addends[at], blocks[at], weight, out=out)
     return lambda at, out: gemm(blocks[at], weight, out=out)
-
-
-def _why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
-    """Return why a call on ``x`` cannot be part of a CUDA graph, or None."""
-    if x.device not in state_of(group).transports and torch.cuda.is_current_stream_capturing():
-        return "its transport would have to be made while a CUDA graph is captured; run it once before"
-    by = transport_of(group, x.device)
-    return None if by.captures else f"what goes by {by.kind} cannot be captured in CUDA graphs"

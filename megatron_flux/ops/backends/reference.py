@@ -1,7 +1,7 @@
-"""The ``reference`` backend: torch's collective and torch's matmul, one after the other.
+"""The ``reference`` backend: torch's collective and torch's matmul, one after the other, as stock Megatron does.
 
-That is what stock Megatron does, on any transport torch.distributed knows (NCCL, gloo), for any dtype both support. It
-is the baseline that every other backend is measured and tested against, and the one that is always available.
+It runs on any transport that torch.distributed knows (NCCL, gloo), for any dtype that both support. Every other backend
+is measured and tested against it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class LocalPlan(Plan):
     """The GEMM alone, in a group of one rank, and of no rows."""
 
     def __init__(self, call: OperatorCall) -> None:
-        """``call``: checked."""
         self.counted = call.operator, "none"
         self._tp, self._shape, self._gathered = call.group.size(), call.result_shape, call.gathered_shape
 

@@ -52,9 +52,7 @@ def get_backend(name: str) -> Backend:
 
 def plan(call: OperatorCall, name: str) -> Plan:
     """Decide how calls like ``call`` run, where the caller asks for the backend ``name``. Collective the first time.
-
-    Raises UserError: the operands do not fit each other, not all ranks make this call, unknown name, or a backend asked
-    for by name that cannot take the operands.
+    Raises UserError: operands that do not fit each other, ranks that make other calls, or as :func:`resolve`.
     """
     check_operands(call)
     if call.group.size() == 1:
@@ -86,9 +84,7 @@ def plan(call: OperatorCall, name: str) -> Plan:
 def resolve(
     name: str, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Backend, list[str]]:
-    """Return the backend that runs such a call, and why ``auto`` passed others over. Raises UserError: unknown name, or
-    a backend asked for by name that cannot take these operands.
-    """
+    """Return a call's backend, and why ``auto`` passed others over. Raises UserError: unknown, or cannot take it."""
     if name == "auto":
         reasons: list[str] = []
         for backend in reversed(_backends.values()):  # ends at reference, which refuses nothing

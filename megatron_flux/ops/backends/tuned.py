@@ -22,7 +22,6 @@ class TunedBackend(Backend):
     automatic = True
 
     def __init__(self, backends: Backends) -> None:
-        """``backends.fused`` also answers what this backend can run."""
         self.backends, self.tuner = backends, Tuner(backends)
 
     def why_not(self, x: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup) -> str | None:

@@ -10,14 +10,12 @@ A call is decided by the first of these that has an answer (:mod:`~megatron_flux
        run the plan of the nearest m whose kernels are, or stock.
     2. The entry of the nearest m of the bucket, if this call can run its plan, with tiles of the width that takes the
        fewest rounds (:func:`~megatron_flux.ops.kernel_config.in_fewest_rounds`).
-    3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn. Until it is
-       over, calls that are not timed run the fastest so far: at first the choice of another bucket, or stock.
+    3. A trial (:mod:`~megatron_flux.ops.tuner.trial`): calls of the bucket run the candidates in turn.
     4. With ``MEGATRON_FLUX_TUNE=off`` known plans run from the first call on. Other calls run stock, counted as
        degraded.
 
-    ``tune``, ``tune_model`` and calls that CUDA graphs capture do not wait for a training: they make calls until the
-    trial of exactly this m is over (:mod:`~megatron_flux.ops.tuner.alone`). ``tune`` measures all, also calls whose
-    plan ships.
+    ``tune``, ``tune_model`` and calls that CUDA graphs capture make calls until the trial of exactly this m is over
+    (:mod:`~megatron_flux.ops.tuner.alone`). ``tune`` measures all, also calls whose plan ships.
 
 Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
     ``reference``, which others must beat by 1 %, and the likeliest fused plans by rule, or all on request. If another m
@@ -26,22 +24,16 @@ Candidates (:mod:`~megatron_flux.ops.tuner.candidates`)
 
 Agreement
     All ranks of a group decide together: the first rank's setting, file and list count, and only its file is written.
-    Which candidate a call runs follows from the number of calls. Once a round ranks exchange their times on the host,
-    and make further calls meanwhile. A time that one rank lacks counts on none. A call whose plan is known asks nobody;
-    nor does a further m of a bucket. A candidate that fails on all ranks is dropped with a log line. One that fails on
-    some is an error on all, because what the others have enqueued waits.
+    Trials exchange times on the hosts. A call whose plan is known asks nobody; nor does a further m of a bucket.
 
 Limits
     * A trial takes some forty calls for three candidates, sixty if the host is the bound. If the process ends before,
       the trial is lost: a job that resumes begins it again.
-    * If the host is the bound, times say little about candidates: the likeliest one runs, unless stock or another one
-      needs clearly less host time. This is not stored (:mod:`~megatron_flux.ops.tuner.host_bound`).
     * A stored plan runs in every training. So one that was found with the GPU as the bound, as by ``tune``, may be
       slower than stock where the host is the bound.
     * In a CUDA graph's capture nothing is tried, made or read. A call that has not run in this process, or has no
       workspace for graphs, runs ``reference``, with a warning. Calls that will be captured use the entry of eager ones
       if they have none of their own, except all-reduces.
-    * What is remembered is bounded (:class:`~megatron_flux.comm.group_state.Cache`) and does not keep the group alive.
 
 Hazards
     * Candidates may differ in the last bits of a sum. So may two trainings, during a trial.

@@ -1,11 +1,9 @@
 """Decide about a call by itself, before a training makes it: ``tune``, and calls that a CUDA graph captures.
 
-This is a trial (:mod:`~megatron_flux.ops.tuner.trial`) on made-up calls. A column-parallel layer's dgrad is reduced
-while its wgrad runs. Stock's reduction then costs only the time by which it slows wgrad down, and a plan that needs no
-SM for it may win although it is slower by itself. So a GEMM of wgrad's size runs between begin and wait of such a call.
-
-Calls of few rows take the host longer than the GPU. So those that will be captured are measured in graphs of
-:data:`CALLS` calls.
+This is a trial on made-up calls. A column-parallel layer's dgrad is reduced while its wgrad runs. Stock's reduction
+then costs only the time by which it slows wgrad down, and a plan that needs no SM for it may win although it is slower
+by itself. So a GEMM of wgrad's size runs between begin and wait of such a call. Calls of few rows take the host longer
+than the GPU: those that will be captured are measured in graphs of :data:`CALLS` calls.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ def wgrad_of(call: OperatorCall) -> Callable[[], Any]:
 
 def decide_in_graphs(call: OperatorCall, entries: list[Entry], backends: Backends) -> Entry:
     """Time graphs of :data:`CALLS` calls of each candidate, stock first, and return the fastest. Collective."""
-    processes, ways = backends.processes(call.group), dict[str, Callable[[], None]]()
+    ways = dict[str, Callable[[], None]]()
     by_label = {entry.label: entry for entry in entries}
     for label, entry in by_label.items():
         replay, error = None, None
@@ -83,13 +81,13 @@ def decide_in_graphs(call: OperatorCall, entries: list[Entry], backends: Backend
         except Exception as raised:  # as of any candidate that cannot run
             error = raised
         about = f"{words_of(call)} with {label}, in a CUDA graph"
-        if (why := failed_alike(processes, about, error)) is None:
+        if (why := failed_alike(call.group, about, error)) is None:
             assert replay is not None  # noqa: S101 - nothing was raised
             ways[label] = replay
             continue
         if entry is entries[0]:
             raise OperatorError(f"{about} cannot run ({why})") from error
-        if processes.rank() == 0:
+        if call.group.rank() == 0:
             logger.warning("megatron_flux: %s cannot run and is not considered (%s)", about, why)
         backends.renew(entry, call.group)
     found = timing.rounds(ways, call.group, call.x.device, ROUNDS, BURST)

@@ -1,8 +1,8 @@
 """The tuner's file: entries by key, as JSON that people can read and edit. It can never stop a training.
 
-The file is optional. If the folder cannot be written, the file is damaged or an entry cannot be used, that is logged
-once, with the path and what to do, and tuning goes on in memory. ``megatron-flux tune``, which exists to fill the file,
-uses :func:`load` and :func:`store`, which raise.
+If the folder cannot be written, the file is damaged or an entry cannot be used, that is logged once, with the path and
+what to do, and tuning goes on in memory. ``megatron-flux tune``, which exists to fill the file, uses :func:`load` and
+:func:`store`, which raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Plan = KernelConfig | AllReduceConfig
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 
 _PLANS: dict[bool, TypeAdapter[Any]] = {True: TypeAdapter(AllReduceConfig), False: TypeAdapter(KernelConfig)}
-"""Validators of plans; the key is True for gemm_all_reduce."""
 
 
 class Entry(BaseModel):
@@ -36,9 +35,7 @@ class Entry(BaseModel):
 
     backend: Literal["reference", "fused", "chunked", "chunked_int8"]
     plan: SkipValidation[Plan | None] = None
-    """Plan of ``fused``."""
     pieces: Annotated[int, Field(ge=1)] | None = None
-    """Number of pieces of a chunked backend."""
     ms: dict[str, Milliseconds] = {}
     """Median times, by candidate; empty: not measured, or the plan of another m."""
     run: str | None = None
@@ -65,11 +62,7 @@ class Entry(BaseModel):
 
 
 def parse(key: str, data: Any) -> Entry:
-    """Return the entry under ``key``. Raises ValueError: the tuner cannot have written it, with the reason in a line.
-
-    The file may be another user's. A plan out of range ends a training, and a wire format that is not the key's rounds
-    numbers that were to be sent as they are.
-    """
+    """Return the entry under ``key``. Raises ValueError: the tuner cannot have written it; it may be another user's."""
     try:
         entry = Entry.model_validate(data, context={"key": key})
     except ValidationError as error:
@@ -92,9 +85,7 @@ def cache_path() -> Path:
 
 
 def find(key: str, m: int) -> dict[int, Entry]:
-    """Return the entries under ``key``, whose rows are ``m``, and under those that differ from it in their rows alone,
-    by these. Log what is wrong with the file or its entries.
-    """
+    """Return entries like that under ``key``, which is of ``m`` rows, by their rows; log what is wrong with them."""
     path, found = cache_path(), dict[int, Entry]()
     try:
         kept = load(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -28,10 +28,6 @@ SHORT = 4
 UNMEASURED = Entry(backend="reference")
 
 
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
 @dataclass(frozen=True)
 class Backends:
     """The backends that the tuner chooses from."""
@@ -39,8 +35,6 @@ class Backends:
     reference: ReferenceBackend
     fused: FusedBackend
     chunked: Mapping[str, ChunkedBackend] = field(default_factory=dict)  # by name
-    processes: Callable[[dist.ProcessGroup], dist.ProcessGroup] = _itself
-    """The processes that take part in calls of a group; tests emulate ranks."""
 
     def plan(self, call: OperatorCall, entry: Entry) -> CallPlan:
         """Plan calls like ``call`` as ``entry`` says."""
@@ -61,25 +55,20 @@ class Backends:
 def candidates_of(call: OperatorCall, backends: Backends, *, full: bool) -> list[Entry]:
     """Return the candidates, stock first. Collective. ``full``: all of them, not :data:`SHORT`."""
     if keys.by_chunks(call.x, call.group):
-        return [UNMEASURED, *_chunked(call, backends)]
+        chunked = (
+            Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
+            for name, backend in backends.chunked.items()
+            if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None
+            for pieces in piece_counts(call)
+        )
+        return [UNMEASURED, *chunked]
     about, divides = f"candidates of {keys.words_of(call)}", may_divide(call)
-    plans = agreement.first_rank(backends.processes(call.group), about, lambda: list_plans(call, full, divides))
+    plans = agreement.first_rank(call.group, about, lambda: list_plans(call, full, divides))
     return [UNMEASURED, *(Entry(backend="fused", plan=plan) for plan in plans)]
 
 
-def _chunked(call: OperatorCall, backends: Backends) -> list[Entry]:
-    return [
-        Entry(backend=name, pieces=pieces)  # type: ignore[arg-type]
-        for name, backend in backends.chunked.items()
-        if backend.wire in (EXACT, call.wire) and backend.why_not(call.x, call.weight, call.group) is None
-        for pieces in piece_counts(call)
-    ]
-
-
 def list_plans(call: OperatorCall, full: bool, divides: bool) -> list[Plan]:
-    """Return the plans to try, the choice by rule first; ``full``: all of them, not :data:`SHORT`. ``divides``: kernels
-    may divide tiles of the last round.
-    """
+    """Return the plans to try, the choice by rule first; ``full``: all. ``divides``: kernels may divide rounds."""
     tp = call.group.size()
     if call.operator == "gemm_all_reduce":
         return [*all_reduce_candidates(call)]

@@ -24,7 +24,6 @@ class Timed(NamedTuple):
     busy: bool = True
     """The GPU was behind the host on all ranks, so the host's time is no part of it."""
     host: float = 0.0
-    """Milliseconds that the host took to enqueue it."""
 
 
 def effects_of(turns: Sequence[Timed]) -> dict[int, list[float]]:

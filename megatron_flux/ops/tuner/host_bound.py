@@ -5,14 +5,12 @@ There a call costs a step its host time. Chunked calls need more of it than stoc
 Contract
     * Compared are the choice (the fastest, or the likeliest if GPU times say nothing), stock, and all that may still
       win. The choice stays unless another one needs clearly less host time, so that noise does not decide.
-    * If :data:`ENOUGH` turns of the choice and of stock found the GPU busy, the candidate with the least GPU and host
-      time together wins: it loses no more of the one than it gains of the other. First turns count here. Most calls run
-      stock beside them: if only stock keeps the GPU behind the host, only first turns may tell.
-    * Otherwise the candidate with the least host time wins.
-    * If calls keep their number of rows and will be replayed (:mod:`~megatron_flux.ops.recordings`), the host time of a
-      replay counts, because few turns are replays.
-    * Otherwise a candidate's host time is the median of its turns. Turns that found the GPU busy count, too: a call of
-      little host time finds the GPU idle only if something else delayed the host.
+    * If :data:`ENOUGH` turns of the choice and of stock found the GPU busy, first ones too, that with the least
+      GPU and host time together wins: it loses no more of the one than it gains of the other. Otherwise the one with
+      the least host time does.
+    * Host time is the median of all turns: a call of little host time finds the GPU idle only if something else delayed
+      the host. If calls keep their number of rows and will be replayed (:mod:`~megatron_flux.ops.recordings`), that of
+      a replay counts, because few turns are replays.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ def weighed(choice: int, turns: Sequence[Timed], first: Sequence[Timed], replays
 
 
 def _host_ms(turns: Sequence[Timed]) -> dict[int, float]:
-    """Return what each candidate takes the host."""
     ms: dict[int, list[float]] = defaultdict(list)
     for turn in turns:
         ms[turn.candidate].append(turn.host)

@@ -86,6 +86,5 @@ def _machine(device: torch.device) -> str:
 
 
 def _hash_of_sources(package: Path) -> str:
-    """Hash the kernels, the operators and the communication."""
     files = [path for room in ("kernels", "ops", "comm") for path in (package / room).rglob("*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:8]

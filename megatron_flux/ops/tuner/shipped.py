@@ -1,9 +1,9 @@
 """Plans that ship with the package: entries that the tuner has measured on other machines, with the run of each.
 
-``shipped_plans.json`` holds them by kind of call and m. ``results/shipped-plans/tables.py`` writes it from the tuner's
-files of those runs. A kind has what must be equal here: operator, n, k, number format, form of the weight, number of
-ranks, link, and the GPU's name. A key of the tuner's file has all that, and also versions and hardware queues. Those
-may differ: that seldom makes another plan the fastest, and a trial costs every training some slow steps.
+``shipped_plans.json`` holds them by kind of call and m; ``results/shipped-plans/tables.py`` writes it. A kind has what
+must be equal here: operator, n, k, number format, form of the weight, number of ranks, link, and the GPU's name.
+Versions and hardware queues may differ: that seldom makes another plan the fastest, and a trial costs every training
+some slow steps.
 
 One setting may not differ: reference was measured without NCCL's multicast, which may make it faster. For two GPUs this
 is not checked: NCCL has no multicast for them before 2.28.7 (``ncclNvlsInit``). Later releases rate it at a third of a

@@ -3,7 +3,6 @@
 Words: a *turn* is one call that runs a candidate. A *round* is a series of turns, after which times are compared.
 
 Contract
-    * All candidates give right results, so a turn only costs the time by which a candidate is slower.
     * Which candidate a call runs follows only from the number of such calls. Once a round all ranks exchange their
       times and what is compiled (:mod:`~megatron_flux.comm.agreement`): sent :data:`AHEAD` calls before the round ends,
       read at its end. So a rank waits only for peers that are later than these calls take.
@@ -13,11 +12,10 @@ Contract
       about the candidate, nor about calls of more rows. If some candidate has no turn that counts, the likeliest one
       wins: by rule, or the choice for another m. It is not stored.
     * If most of the last turns found the GPU idle, the host is the bound. Then stock or another candidate wins if it
-      needs clearly less host time (:mod:`~megatron_flux.ops.tuner.host_bound`): the time to enqueue a turn, and the
-      wait of an asynchronous one. That is not stored either.
-    * A round ends with :data:`GAP` calls that are not timed. When times are sent, the timed calls have ended on the
-      GPU, or nearly so, and the GPU is busy with the others. A round without timed calls, in which kernels are
-      compiled, sends halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
+      needs clearly less host time (:mod:`~megatron_flux.ops.tuner.host_bound`). That is not stored either.
+    * A round ends with :data:`GAP` calls that are not timed: the timed ones have ended, or nearly so, when times
+      are sent, and the GPU is busy with the others. A round without timed calls, in which kernels are compiled, sends
+      halfway: an exchange that is read at once takes up to 1 ms of each rank (results/lengths-x2).
     * Other processes compile the kernels (:mod:`megatron_flux.kernels.ahead`). Until all ranks have a candidate's
       kernel, calls run the fastest so far: at first the choice for another m, else stock.
     * The first turn of a kernel may fail. If it fails on all ranks, the candidate is dropped; if on some, that is an
@@ -88,12 +86,9 @@ class Sample:
     rows: int
     begun: Any  # an event, or the clock
     since: float = 0.0
-    """By the host's clock."""
     ended: Any = None
     busy: bool = True
-    """The GPU was behind the host."""
     host: float = 0.0
-    """Milliseconds that the host took to enqueue it."""
 
 
 class Trial:
@@ -103,11 +98,10 @@ class Trial:
         self, entries: Sequence[Entry], about: str, *, known: bool = False, meanwhile: int = 0, likely: int = 1,
         ran: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled.
-
-        ``ran``: numbers of candidates that have run for another m. ``meanwhile``: the one of them, or the first, that
-        runs until more is known. ``likely``: the one to take where times of the GPU tell nothing, unless another takes
-        the host less. The group is given with each call: its state holds trials.
+        """``entries``: the candidates, stock first; ``known``: the second is to run once it is compiled. ``ran``: those
+        that have run for another m; ``meanwhile``: which of them runs until more is known. ``likely``: the one to take
+        where times of the GPU tell nothing, unless another takes the host less. The group, whose state holds trials, is
+        a call's.
         """
         self.entries, self.about, self._is_known = list(entries), about, known
         self._likely = min(likely, len(self.entries) - 1)
@@ -116,7 +110,6 @@ class Trial:
         self._first: list[Timed] = []
         """The first ones of those in the finals: beside first calls."""
         self.replays_ms: dict[int, float] = {}
-        """By candidate, what a replayed call takes the host."""
         self.effects: dict[int, list[float]] = {}
         """By candidate and turn: how much longer it took than others, see :func:`effects_of`."""
         self.rounds = 0
@@ -133,7 +126,6 @@ class Trial:
         self.close = list(entries)
         """Those that may be the fastest of another m, too."""
         self.turns = 0
-        """Calls so far."""
         self.choice = self._meanwhile = meanwhile
         """The fastest so far."""
         self._finals = 0
@@ -143,18 +135,17 @@ class Trial:
         self._at = self._ahead = 0
         self._begin_round([] if known else self._look(0), GAP * MOST_GAPS if known else GAP)
         self._samples: list[Sample] = []
-        """Of this round."""
         self._answers: Callable[[], list[Any]] | None = None
         """What all ranks have sent of this round, once this one has."""
 
-    def turn(self, call: OperatorCall, processes: dist.ProcessGroup) -> Turn | None:
+    def turn(self, call: OperatorCall) -> Turn | None:
         """Return the turn of the next call, None once all is decided. Collective towards the end of a round."""
         if self.decided is None:
             left = len(self._round) - self._at
             if left <= self._ahead and self._answers is None:
-                self._send(call, processes)
+                self._send(call)
             if left == 0:
-                self._end_round(call, processes)
+                self._end_round(call)
         if self.decided is not None:
             return None
         self._at += 1
@@ -176,19 +167,17 @@ class Trial:
         return end
 
     def enqueued(self, cuda: bool) -> Sample:
-        """Note that the latest timed turn has been enqueued, and return it. If the GPU has come to its begin by now, it
-        waits for the host there, and what is timed is the host.
-        """
+        """Return the latest timed turn. If the GPU has come to its begin by now, what is timed is the host."""
         sample = self._samples[-1]
         sample.host = (time.perf_counter() - sample.since) * 1e3
         sample.busy = not (cuda and sample.begun.query())
         return sample
 
-    def leave_out(self, candidate: int, why: str, processes: dist.ProcessGroup) -> None:
+    def leave_out(self, candidate: int, why: str, group: dist.ProcessGroup) -> None:
         """Run a candidate no more; alike on all ranks."""
         self.failed.add(candidate)
         self._round = [*self._round[: self._at], *(t for t in self._round[self._at :] if t.candidate != candidate)]
-        if processes.rank() == 0:
+        if group.rank() == 0:
             label = self.entries[candidate].label
             logger.warning("megatron_flux: %s with %s cannot run and is not considered (%s)", self.about, label, why)
 
@@ -217,16 +206,16 @@ class Trial:
     def _look(self, candidate: int) -> list[Turn]:
         return [Turn(candidate, timed=timed) for timed in (False, True, True)]
 
-    def _send(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+    def _send(self, call: OperatorCall) -> None:
         # None: nobody has waited for that call so far, which may be so on some ranks alone.
         mine = [
             None if one.ended is None else (_between(one.begun, one.ended), one.busy, one.host) for one in self._samples
         ]
         states = [_state(futures, call) for futures in self.futures]
-        self._answers = agreement.begin((mine, states), processes, f"trying candidates of {self.about}")
+        self._answers = agreement.begin((mine, states), call.group, f"trying candidates of {self.about}")
         self.rounds += 1
 
-    def _end_round(self, call: OperatorCall, processes: dist.ProcessGroup) -> None:
+    def _end_round(self, call: OperatorCall) -> None:
         assert self._answers is not None  # noqa: S101 - the caller has sent its own
         end, self._answers = self._answers, None  # a call that is made again after an error asks again
         answers, samples, self._samples = end(), self._samples, []
@@ -244,7 +233,7 @@ class Trial:
             found = [states[i] for _, states in answers]
             why = next((state for state in found if isinstance(state, str)), None)
             if why is not None and i not in self.failed:
-                self.leave_out(i, why, processes)
+                self.leave_out(i, why, call.group)
             if all(state is True for state in found):
                 self.compiled[i] = self.rounds
         known = self._known()
@@ -252,7 +241,7 @@ class Trial:
             self.choice = min(known, key=self._rank_of, default=0)
             if not self._sure(known) and self._likely in known:
                 self.choice = self._likely
-        turns = self._next_turns(known, processes)
+        turns = self._next_turns(known, call.group)
         if turns is None and self._is_known:
             self.decided = self.entries[0 if 1 in self.failed else 1]
         elif turns is None:
@@ -273,7 +262,6 @@ class Trial:
         return host_bound.is_bound([turn for turn in self.timed if self.entries[turn.candidate] in self.close])
 
     def _weighed(self) -> int | None:
-        """Return the candidate to take where the host is the bound; None: the choice, as elsewhere."""
         left = [i for i in self._known() if i in (0, self.choice) or self.entries[i] in self.close]
         turns = [turn for turn in self.timed if turn.candidate in left]
         first = [turn for turn in self._first if turn.candidate in left]
@@ -292,7 +280,7 @@ class Trial:
         a_row = statistics.median(turn.ms / turn.rows / math.exp(medians[turn.candidate]) for turn in self._telling())
         return {self.entries[i].label: round(m * a_row * math.exp(effect), 4) for i, effect in medians.items()}
 
-    def _next_turns(self, known: list[int], processes: dist.ProcessGroup) -> list[Turn] | None:
+    def _next_turns(self, known: list[int], group: dist.ProcessGroup) -> list[Turn] | None:
         """Return the turns of the next round; none while a kernel is compiled, None when all is known."""
         if len(self.entries) == 1:
             return None
@@ -308,7 +296,7 @@ class Trial:
             return None  # nobody waits for such calls
         for i, looks in enumerate(self._looks):
             if looks == LOOKS and i not in known and i not in self.failed:
-                self.leave_out(i, "no call had an m that it can run, or was waited for", processes)
+                self.leave_out(i, "no call had an m that it can run, or was waited for", group)
         left = [i for i in range(len(self.entries)) if i not in self.failed]
         ready = [i for i in left if self.compiled[i] == self.rounds]
         if new := [i for i in ready if i not in known]:
@@ -345,9 +333,7 @@ class TrialPlan(Plan):
         backends: Backends,
         decided: Callable[..., Entry],
     ) -> None:
-        """``decided`` is called with the call, the entry once there is one, and all entries that have run; it returns
-        what such calls run from then on.
-        """
+        """``decided`` gets the call, its entry and those that have run; it returns what such calls run from then on."""
         self._trial, self._backends, self._decided = trial, backends, decided
         self._plans: list[Plan | None] = [None] * len(trial.entries)
         self._cuda, self.nbytes = call.x.is_cuda, call.bytes_received
@@ -365,7 +351,7 @@ class TrialPlan(Plan):
         trial = self._trial
         if self._compiles:
             self._compile(call)
-        turn = trial.turn(call, self._backends.processes(call.group))
+        turn = trial.turn(call)
         if turn is None:
             return self._end(call)
         candidate = turn.candidate
@@ -387,12 +373,12 @@ class TrialPlan(Plan):
 
     def _try(self, candidate: int, call: OperatorCall) -> Any:
         """Make the first call of a candidate; that of the next one where it fails."""
-        trial, entry, processes = self._trial, self._trial.entries[candidate], self._backends.processes(call.group)
+        trial, entry, group = self._trial, self._trial.entries[candidate], call.group
         about, result, error = f"{trial.about} with {entry.label}", None, None
         try:
-            _check(call.group)
+            _check(group)
         except OperatorError as broken:  # not this candidate's fault: peers that have got as far hear so and raise, too
-            agreement.of_all_ranks(one_line(broken), processes, f"calls before {about}")
+            agreement.of_all_ranks(one_line(broken), group, f"calls before {about}")
             raise
         try:
             result = self._plan(candidate, call).run(call)
@@ -400,11 +386,11 @@ class TrialPlan(Plan):
             raise
         except Exception as raised:
             error = raised
-        if (why := failed_alike(processes, about, error)) is None:
+        if (why := failed_alike(group, about, error)) is None:
             trial.tried.add(candidate)
             return result
-        trial.leave_out(candidate, why, processes)
-        self._backends.renew(entry, call.group)
+        trial.leave_out(candidate, why, group)
+        self._backends.renew(entry, group)
         return self.run(call)
 
     def _compile(self, call: OperatorCall) -> None:
@@ -423,7 +409,6 @@ class TrialPlan(Plan):
                 futures.append(failed)
 
     def _end(self, call: OperatorCall) -> Any:
-        """Run what was decided from here on."""
         entry = self._trial.decided
         assert entry is not None  # noqa: S101 - the caller has looked
         if not runs(call, entry):
@@ -441,21 +426,20 @@ class TrialPlan(Plan):
 
 
 def _check(group: dist.ProcessGroup) -> None:
-    """Raise OperatorError if an earlier call of ``group`` was broken off."""
     for slab in list(state_of(group).slabs.values()):
         slab.check()
 
 
-def failed_alike(processes: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:
+def failed_alike(group: dist.ProcessGroup, about: str, error: Exception | None) -> str | None:
     """Return why what all ranks have just tried has failed on all of them; None: on none. Collective. Raises
     OperatorError on all: it has failed on some. ``error``: this rank's.
     """
     mine = None if error is None else f"{type(error).__name__}: {one_line(error)}"
-    failed = agreement.failures(processes, f"trying {about}", mine)
+    failed = agreement.failures(group, f"trying {about}", mine)
     if not failed:
         return None
     reasons = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
-    if len(failed) < processes.size():
+    if len(failed) < group.size():
         raise OperatorError(
             f"{about} failed on some ranks ({reasons}) and not on the others, whose kernels wait for them; set "
             "MEGATRON_FLUX_TUNE=off to train with the plans that are known"
@@ -490,20 +474,17 @@ def _now(cuda: bool) -> Any:
 
 @contextmanager
 def _on_host(sample: Sample) -> Iterator[None]:
-    """Add what the body takes the host."""
     since = time.perf_counter()
     yield
     sample.host += (time.perf_counter() - since) * 1e3
 
 
 def _free(begun: Any, ended: Any) -> None:
-    """Keep events that have been read."""
     if isinstance(begun, torch.cuda.Event):
         _events[begun.device.index] += begun, ended
 
 
 def _between(begun: Any, ended: Any) -> float:
-    """Milliseconds."""
     if isinstance(begun, float):
         return (ended - begun) * 1e3
     ended.synchronize()

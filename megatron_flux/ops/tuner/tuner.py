@@ -39,7 +39,6 @@ class Kind:
     """Calls whose keys differ in m alone."""
 
     def __init__(self, key: str, m: int) -> None:
-        """``key``: of such a call with ``m``."""
         self._head, self._tail = key.split(f" m={m} ", 1)
         self.entries: Cache[int, Entry] = Cache()
         """Entries that calls run, by m."""
@@ -111,7 +110,6 @@ class Tuner:
     """See :mod:`megatron_flux.ops.tuner`."""
 
     def __init__(self, backends: Backends) -> None:
-        """Choose from ``backends``."""
         self.backends = backends
 
     def decisions(self, group: dist.ProcessGroup) -> Decisions:
@@ -132,12 +130,9 @@ class Tuner:
 
     def plan(self, call: OperatorCall) -> Plan:
         """Return a plan for calls like ``call``; collective where such calls are new. The caller keeps it."""
-        in_capture = call.x.is_cuda and torch.cuda.is_current_stream_capturing()
-        # What was not run before has no workspace yet, and none can be made in a capture.
-        entry = self._met(call) if in_capture else self._looked_up(call)
-        if entry is not None and not in_capture:
-            return self._known(call, entry)
-        if in_capture:
+        if call.x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # What was not run before has no workspace yet, and none can be made in a capture.
+            entry = self._met(call)
             if entry is not None and (plan := self._planned(call, entry)).is_ready(call):
                 return plan
             if call.group.rank() == 0:
@@ -147,6 +142,8 @@ class Tuner:
                     words_of(call),
                 )
             return self._planned(call, UNMEASURED)
+        if (entry := self._looked_up(call)) is not None:
+            return self._known(call, entry)
         if not self._tries(call.group):
             return self._planned(call, self._untried(call))
         if call.captured:  # the plan of now is the graph's for good
@@ -175,9 +172,9 @@ class Tuner:
                 entry = alone.decide_in_graphs(call, candidates_of(call, self.backends, full=full), self.backends)
             else:
                 entry = alone.decide(call, self._trial(call, (*call.alike, "alone", call.m), full=full), self.backends)
-            measured, processes = self._keep(call, entry, later=False), self.backends.processes(call.group)
+            measured = self._keep(call, entry, later=False)
             if measured.ms:
-                agreement.first_rank(processes, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
+                agreement.first_rank(call.group, "keeping a plan", lambda: cache.keep(kind.key(m), measured))
         elif entry.run is not None and entry.plan is not None:  # its kernels were not compiled here by a trial
             entry = alone.decide(call, self._compiling(call, entry), self.backends)
         kind.entries[m] = entry
@@ -185,10 +182,9 @@ class Tuner:
         return entry
 
     def _tries(self, group: dist.ProcessGroup) -> bool:
-        """Return True if what is not known may be tried. Collective the first time."""
-        decisions, processes = self.decisions(group), self.backends.processes(group)
+        decisions = self.decisions(group)
         if decisions.tries is None:
-            decisions.tries = agreement.first_rank(processes, "MEGATRON_FLUX_TUNE", tunes)
+            decisions.tries = agreement.first_rank(group, "MEGATRON_FLUX_TUNE", tunes)
         return decisions.tries
 
     def _planned(self, call: OperatorCall, entry: Entry) -> Plan:
@@ -198,9 +194,7 @@ class Tuner:
         return plan
 
     def _known(self, call: OperatorCall, entry: Entry) -> Plan:
-        """Return a plan for calls whose ``entry`` is known: until its kernels are compiled they run that of the nearest
-        m that is, or stock.
-        """
+        """Return a plan of ``entry``: until its kernels are compiled that of the nearest m that is, or stock."""
         if entry.plan is None or call.captured:
             return self._planned(call, entry)
         decisions, alike = self.decisions(call.group), call.alike
@@ -271,9 +265,7 @@ class Tuner:
         return next((entry for entry in found if entry is not None), None)
 
     def _looked_up(self, call: OperatorCall) -> Entry | None:
-        """Return the entry of ``call``, or of the nearest m in its bucket; of calls that are captured that of eager
-        ones, where there is no other.
-        """
+        """Return the entry of ``call``, or of the nearest m in its bucket; for captured calls also an eager one."""
         m = call.m
         for mode in _modes(call):
             kind = self._kind(call, mode)
@@ -290,7 +282,6 @@ class Tuner:
         return None
 
     def _untried(self, call: OperatorCall) -> Entry:
-        """Return what runs ``call`` where nothing may be tried."""
         if call.group.rank() == 0:
             log_once("MEGATRON_FLUX_TUNE is off: calls without a kept plan run stock's GEMM and collective")
         return UNMEASURED
@@ -307,14 +298,12 @@ class Tuner:
         return entry
 
     def _kind(self, call: OperatorCall, captured: bool, *, anew: bool = False) -> Kind:
-        """Return what is known of such calls; files are read once or ``anew``. Collective that time: a later m costs
-        neither a file's reading nor a word between ranks.
-        """
+        """Return what is known of such calls of any m; files are read once or ``anew``, which is collective."""
         kinds, of, m = self.decisions(call.group).kinds, _differ_in_m(call, captured), call.m
         kind = kinds.get(of)
         if kind is None or anew:
             key, about = key_of(call, captured=captured), f"plans kept for {words_of(call)}"
-            found = agreement.first_rank(self.backends.processes(call.group), about, lambda: _kept(key, m))
+            found = agreement.first_rank(call.group, about, lambda: _kept(key, m))
             if kind is None:
                 kind = kinds[of] = Kind(key, m)
             for other, entry in found.items():
@@ -325,9 +314,7 @@ class Tuner:
 
 
 def _kept(key: str, m: int) -> dict[int, Entry]:
-    """Return the file's entries for calls like that under ``key``, whose rows are ``m``, by m, and those that ship for
-    buckets where it has none.
-    """
+    """Return the file's entries for such calls by m, and those that ship for buckets where it has none."""
     own = cache.find(key, m)
     buckets = {_bucket(other) for other in own}
     return {other: one for other, one in shipped.find(key, m).items() if _bucket(other) not in buckets} | own
@@ -339,7 +326,6 @@ def _for_any_m(entry: Entry) -> bool:
 
 
 def _differ_in_m(call: OperatorCall, captured: bool) -> tuple[object, ...]:
-    """Return what determines the key of ``call`` beside m."""
     return (operator_of(call), call.n, call.k, call.kind, call.transposed, call.wire, call.x.device, captured)
 
 

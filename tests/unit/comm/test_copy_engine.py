@@ -10,10 +10,10 @@ import torch
 from megatron_flux import cuda_driver as driver
 from megatron_flux.comm import copy_engine
 from megatron_flux.comm.copy_engine import WHOLE, Edges, Side
-from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS, CopyStream
+from megatron_flux.comm.slab import DATA_WORDS, FLAG_WORDS
 
 MP, K, HALF = 4, 24, 1
-SIDE = Side(5, 1, 2, CopyStream(None, None, None))  # type: ignore[arg-type]
+SIDE = Side(5, 1, 2, None)  # type: ignore[arg-type]
 EDGES = {
     "whole": Edges(),
     "early": Edges(early=True, columns=8),
@@ -121,5 +121,5 @@ def test_slabs_of_a_group_share_the_stream_of_their_copies(monkeypatch: pytest.M
     ]
     sides = [copy_engine.side_of(work) for work in works]
     assert [side.stream for side in sides] == [0, 0, 1]
-    assert sides[0].keep.before is not sides[1].keep.before, "each slab has its own events"
+    assert sides[0].events[0] is not sides[1].events[0], "each slab has its own events"
     assert [copy_engine.side_of(work).stream for work in works] == [0, 0, 1]

@@ -166,9 +166,12 @@ def test_every_order_ends_and_moves_everything(tp: int, one_queue: bool) -> None
     rng = random.Random(tp)
     for slots in (3, 6)[: 2 if tp <= 4 else 1]:
         ranks = Ranks(Layout(tp, 600, slots))
-        makers = {"gather": host_schedule.gather, "exchange": host_schedule.exchange}
         programs = {
-            kind: [make(ranks.layout, rank, ranks.regions, CUTS) for rank in range(tp)] for kind, make in makers.items()
+            kind: [
+                host_schedule.program(ranks.layout, rank, ranks.regions, CUTS, exchange=kind == "exchange")
+                for rank in range(tp)
+            ]
+            for kind in ("gather", "exchange")
         }
         for kind in ("gather", "exchange", "exchange", "gather")[: 4 if tp <= 3 else 3]:
             ranks.every_order(kind, programs[kind], one_queue, rng)

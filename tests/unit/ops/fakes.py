@@ -18,7 +18,7 @@ from megatron_flux import cuda_driver
 from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.copy_engine import Copy, Push, Side
 from megatron_flux.comm.group_state import state_of
-from megatron_flux.comm.slab import MOST_CALLS, CopyStream
+from megatron_flux.comm.slab import MOST_CALLS
 from megatron_flux.errors import OperatorError
 from megatron_flux.ops import fused, fused_gather
 from megatron_flux.ops.backend import Backend, Plan
@@ -167,7 +167,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
         monkeypatch.setattr(fused, "compare_calls", lambda call: 0)
         monkeypatch.setattr(fused, "sm_count", lambda device: 132)
-        monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, CopyStream("side", None, None)))  # type: ignore[arg-type]
+        monkeypatch.setattr(fused, "side_of", lambda work: Side(SIDE, BEFORE, AFTER, "side"))  # type: ignore[arg-type]
         monkeypatch.setattr(fused_gather, "push_in_place", lambda work, half, mp, k: self.push(4 + half))
         monkeypatch.setattr(fused, "push_of", lambda _, half, *of: self.push(half, scales=of[-1] is not None))
         from megatron_flux.kernels import launch

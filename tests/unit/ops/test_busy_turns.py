@@ -18,7 +18,7 @@ from megatron_flux.ops.tuner.candidates import UNMEASURED
 from megatron_flux.ops.tuner.effects import Timed, effects_of
 
 ENTRIES = [UNMEASURED, *(Entry(backend="fused", plan=KernelConfig(bn=bn)) for bn in (256, 128))]
-PROCESSES: Any = SimpleNamespace(rank=lambda: 0)
+GROUP: Any = SimpleNamespace(rank=lambda: 0)
 
 
 class Turns:
@@ -39,7 +39,7 @@ class Turns:
 
     def call(self, *, idle: bool | set[int], ms: dict[int, float], m: int = 4096) -> bool:
         """Make one call; return whether the trial goes on. ``idle``: it finds the GPU so; if of these candidates."""
-        turn = self.trial.turn(SimpleNamespace(m=m), PROCESSES)  # type: ignore[arg-type]
+        turn = self.trial.turn(SimpleNamespace(m=m, group=GROUP))  # type: ignore[arg-type]
         self.calls += 1
         if turn is None:
             return False

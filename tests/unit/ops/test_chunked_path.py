@@ -16,6 +16,7 @@ import torch
 
 from megatron_flux import cuda_driver
 from megatron_flux.comm import host_link, host_progress
+from megatron_flux.comm.collectives import Pending
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.host_schedule import Layout
@@ -252,6 +253,14 @@ def integers(*shape: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape).float()
 
 
+def ran(backend: chunked.ChunkedBackend, call: OperatorCall, recordings: Any = None) -> Any:
+    """The result of ``call``, which may be replayed from ``recordings``, or a Pending that gives it."""
+    plan = chunked.ChunkedPlan(backend, call, None)
+    plan.recordings = recordings
+    result = plan.run(call)
+    return Pending(result) if isinstance(result, torch.Tensor) else result
+
+
 def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
     (_, group), *_ = scene.on_ranks()
     scene.cuda.status = 801
@@ -259,10 +268,10 @@ def test_what_the_driver_refuses_ends_the_link(scene: Scene) -> None:
         patch.setattr(cuda_driver, "refused", lambda what, status: OperatorError(f"{what} ({status})"))
         call = OperatorCall("all_gather_gemm", integers(MP, K), integers(N, K), group)
         with pytest.raises(OperatorError, match=r"5 memory operations in a stream \(801\)"):
-            scene.backend.all_gather_gemm(call)
+            ran(scene.backend, call)
     scene.cuda.status = 0
     with pytest.raises(OperatorError, match="broken off"):
-        scene.backend.all_gather_gemm(call)
+        ran(scene.backend, call)
 
 
 recorded: list[tuple[int, Any]] = []
@@ -274,7 +283,7 @@ class Noted(OnGpu):
 
 
 class Transport:
-    tp, rank = 2, 0
+    tp, rank, captures = 2, 0, True
     lanes = SimpleNamespace(current=lambda: torch._C._cuda_getCurrentRawStream(0))
 
     def gather(self, operator: str, mine: torch.Tensor, theirs: torch.Tensor, cuts: list[int]) -> Any:
@@ -290,6 +299,7 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
     now = [began]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(chunked, "transport_of", lambda group, device: transport)
     monkeypatch.setattr(cuda_driver, "copy", lambda *given: None)
     monkeypatch.setattr(chunked, "compare_calls", lambda call: None)
@@ -300,7 +310,7 @@ def test_what_has_arrived_stays_until_the_stream_that_decodes_it_has(
     for waits_on, expected in ((began, []), (other, [other])):
         recorded.clear()
         now[0] = began
-        pending = backend.all_gather(call)
+        pending = ran(backend, call)
         now[0] = waits_on
         pending.wait()
         assert [stream for address, stream in recorded if address == transport.theirs] == expected

@@ -19,7 +19,7 @@ from megatron_flux.ops.backends.chunked import ChunkedPlan
 from megatron_flux.ops.call import OperatorCall
 from megatron_flux.ops.recordings import Recordings
 from tests.unit.ops.fakes import called
-from tests.unit.ops.test_chunked_path import MP, Scene, integers, scene
+from tests.unit.ops.test_chunked_path import MP, Scene, integers, ran, scene
 
 __all__ = ["scene"]
 
@@ -56,7 +56,7 @@ def recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(backend: Any, made: dict[str, Recordings], group: Any, operator: str, *operands: Any, **how: Any) -> Any:
-    return getattr(backend, operator)(OperatorCall(operator, *operands, group, **how), None, made[operator])
+    return ran(backend, OperatorCall(operator, *operands, group, **how), made[operator])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -122,8 +122,8 @@ def test_a_replay_is_four_calls_of_the_driver_and_few_of_python(scene: Scene) ->
     (_, group), *_ = scene.on_ranks()
     x, w, memory = integers(MP, K), integers(N, K), Reused(scene)
     asked = OperatorCall("all_gather_gemm", x, w, group)
-    state_of(group).plans["auto", asked.spec] = plan = ChunkedPlan(scene.backend, asked, None)
-    plan.counted, plan.options["recordings"] = (asked.operator, "chunked"), Recordings()
+    state_of(group).plans["auto", asked.key] = plan = ChunkedPlan(scene.backend, asked, None)
+    plan.counted, plan.recordings = (asked.operator, "chunked"), Recordings()
     for _ in range(3):
         memory.begin()
         scene.cuda.asked.clear()

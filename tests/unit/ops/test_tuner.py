@@ -128,11 +128,11 @@ def kept() -> Entry:
 def test_kernels_asked_for_while_ranks_exchange_are_not_taken_for_compiled(tuner: Tuned) -> None:
     one = trial.Trial([Entry(backend="reference"), Entry(backend="fused", plan=KernelConfig())], "a call")
     while one._answers is None:
-        one.turn(call_of(), GROUP)
+        one.turn(call_of())
     one.begun[1] = one.rounds  # as another m does that can run it
     one.futures[1].append(Future())
     while one._answers is not None:
-        one.turn(call_of(), GROUP)
+        one.turn(call_of())
     assert not one.is_compiled(1)
 
 

@@ -106,17 +106,17 @@ def test_somebody_elses_later_replacement_is_not_thrown_away(which: int) -> None
 def test_bad_values_are_refused_before_anything_changes(given: dict[str, Any], message: str, already: bool) -> None:
     if already:
         patch()
-    before = methods(), config(), links.wanted()
+    before = methods(), config(), links.wanted
     with pytest.raises(UserError, match=message):
         patch(FluxConfig(**given))
-    assert (methods(), config(), links.wanted()) == before
+    assert (methods(), config(), links.wanted) == before
 
 
 def test_the_link_holds_from_the_patch_on() -> None:
     try:
         patch(FluxConfig(link="host", strict=True))
-        assert links.wanted() == links.Wanted("host", strict=True)
+        assert links.wanted == links.Wanted("host", strict=True)
         patch(FluxConfig())
-        assert links.wanted() == links.Wanted()
+        assert links.wanted == links.Wanted()
     finally:
         links.want(links.Wanted())

@@ -52,12 +52,12 @@ class Block:
 
     def results(self, micro_batches: int = 3) -> tuple[list[torch.Tensor], int]:
         """Gradients after as many forwards and then as many backwards, and how many gathers these began."""
-        begun = ops.all_gathers_begun(dist.group.WORLD)
+        begun = state_of(dist.group.WORLD).gathers_begun
         inputs = [normals(ROWS, BATCH, HIDDEN, seed=10 + i).requires_grad_() for i in range(micro_batches)]
         for y in [self.forward(x) for x in inputs]:
             y.square().sum().backward()
         gradients = [*(x.grad for x in inputs), *(weight.grad for weight in self.weights)]
-        return gradients, ops.all_gathers_begun(dist.group.WORLD) - begun
+        return gradients, state_of(dist.group.WORLD).gathers_begun - begun
 
 
 def one_input() -> torch.Tensor:
@@ -90,9 +90,9 @@ def test_two_backwards() -> None:
     y.sum().backward(retain_graph=True)
     first = block.weights[0].grad.clone()
     assert held() == (0, 0)
-    begun = ops.all_gathers_begun(dist.group.WORLD)
+    begun = state_of(dist.group.WORLD).gathers_begun
     y.sum().backward()
-    assert ops.all_gathers_begun(dist.group.WORLD) == begun + 1
+    assert state_of(dist.group.WORLD).gathers_begun == begun + 1
     assert torch.equal(block.weights[0].grad, 2 * first)
     x = one_input()
     torch.autograd.grad(block.forward(x).sum(), [x])

@@ -49,10 +49,9 @@ class Operands(NamedTuple):
 
 
 def device_of(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.device:
-    """Return this rank's device, where ``group`` can run fused kernels or its link goes by chunks. Collective.
+    """Return this rank's device. Collective.
 
-    Raises:
-        UserError: the reason why the fused backend cannot run.
+    Raises UserError, with the reason, unless ``group`` can run fused kernels or its link goes by chunks.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     if not links.by_chunks(links.probe(group, device)):
@@ -88,8 +87,8 @@ def operands(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: t
 def stock(inputs: Operands) -> Runs:
     """Return the runs of the GEMM alone, of the collective alone, and of one behind the other (``serial``).
 
-    Makes all buffers of the collective and runs nothing: a GEMM would put its workspace beside them (``nccl_symm``).
-    What a reduce-scatter alone sends is what the GEMM has left.
+    Makes all buffers and runs nothing: a GEMM would put its workspace beside them (``nccl_symm``). A reduce-scatter
+    alone sends what the GEMM has left.
     """
     case, group, pair = inputs.case, inputs.group, inputs.pair
     gathers = case.op == GATHERS

@@ -11,11 +11,11 @@ workload and variant (``arm``):
   0 is stock, 1 is the bound; negative is slower than stock. Communication that te hides already counts in neither.
 * ``host_ms_per_step``: median over rounds of the slowest rank's time to enqueue one step.
 * ``sm_clock_mhz``: median over rounds of the slowest GPU's clock in the middle of a burst, and ``throttle_reasons``
-  seen there (NVML); null and none where NVML does not tell. At a lower clock every GEMM takes longer.
+  seen there (NVML). At a lower clock every GEMM takes longer.
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights, main gradients and caches, plus what the variant
   has allocated since its first step, at the peak of a later one, plus its memory outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other variants hold is in it.
-* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's): see
+* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's), by
   :mod:`megatron_flux.bench.correctness`. With adapters it is from te's with right gradients; ``left_out`` says where
   te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
@@ -28,7 +28,6 @@ CUDA graph, although megatron-core, which keeps the position on the host, captur
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -53,6 +52,7 @@ from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
 from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
@@ -60,8 +60,6 @@ from megatron_flux.telemetry import breakdown, environment
 from megatron_flux.telemetry.profiler import saved
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
-
-logger = logging.getLogger("megatron_flux")
 
 OWN_GATHERS = "te, whose adapters gather norm outputs themselves"
 DROPPED = "TransformerEngine drops the gradient of a gathered norm output (docs/fine-tuning.md)"
@@ -182,7 +180,11 @@ class LayerBench:
         if self.workload.context_length is not None and self.context is None:
             self.context = static_context(self.workload, tp, self.here.group.rank(), self.here.device)
         if kind == "te_ub":
-            self._userbuffer_bytes = stack.enter_context(variants.userbuffers(self.workload, tp))
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            shape, fp8 = [self.workload.tokens, self.workload.shape.hidden_size], self.workload.fp8 is not None
+            stack.enter_context(harness.userbuffers(shape, tp, fp8=fp8))
+            self._userbuffer_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         if kind in variants.FSDP:
             return variants.build_sharded(kind, self.workload, self.weights, self.here.group, self.here.device)
         block = variants.build(kind, self.workload, tp, self.here.device)
@@ -367,7 +369,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
 
     Only the GPU's side and the CUDA calls are recorded: recording every torch operator slows the host so much that
     small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
-    None without one, on ranks that only take part.
+    None without one.
     """
     traces: list[dict[str, Any]] = []
     recording: AbstractContextManager[profile | None] = nullcontext()
@@ -432,9 +434,6 @@ def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, An
 
     The first rank writes summary, rounds and traces into the run folder, and calls ``log`` with lines for people.
     Returns the summary, on the other ranks without the breakdowns.
-
-    Raises:
-        UserError: a link that is not there, or CUDA graphs over one that has none.
     """
     from megatron.core import parallel_state
 

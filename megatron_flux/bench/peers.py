@@ -16,7 +16,6 @@ Fields of a row, one per call and arm: ``device``, ``op``, ``model``, ``m``, ``n
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable
@@ -36,10 +35,9 @@ from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Variant
 from megatron_flux.bench.options import PeersRun
 from megatron_flux.comm import agreement
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.log_once import logger
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
-
-logger = logging.getLogger("megatron_flux")
 
 TOLERANCE = {"bf16": 0.01, "fp8": 0.06}
 """Largest ``error`` that passes. FP8 is compared with products of the same 8-bit numbers, which the tensor core sums in

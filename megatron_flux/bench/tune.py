@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -23,6 +22,7 @@ from megatron_flux.comm import agreement, links
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.layers.fp8 import GATHERED_AS
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
@@ -30,8 +30,6 @@ from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.run import rank
-
-logger = logging.getLogger("megatron_flux")
 
 
 def run(
@@ -41,12 +39,9 @@ def run(
 
     Where the link goes by chunks, also of what wgrad gathers beside the dgrads among them. The first rank reads and
     writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old plan stays until there is a
-    new one; what this process has measured or read before is not measured again. The tuner's file is that of ``wanted``
-    from then on.
+    new one. The tuner's file is that of ``wanted`` from then on.
 
-    Raises:
-        UserError: the group cannot run the fused backend (with the reason).
-        OperatorError: a plan could not be stored, because the file cannot be read or written.
+    Raises UserError: the group cannot run the fused backend. Raises OperatorError: a plan could not be stored.
     """
     dtype = DTYPES[wanted.dtype]
     links.want(links.Wanted(wanted.link))

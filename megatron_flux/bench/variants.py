@@ -1,10 +1,10 @@
 """Variants of ``bench layer`` and their layers; docs/commands.md lists them.
 
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
-That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
-its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
-one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
-hook adds other gradients, and ``grad`` is dropped at once. All leave out rotary embedding, the final norm and dropout.
+That keeps the memory of one variant, and makes results comparable number by number. TransformerEngine's linears hold
+the norm before them, megatron-core's do not: :func:`shared_name` maps one naming to the other. Gradients end as in
+Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a hook adds other gradients, and ``grad`` is
+dropped at once. All leave out rotary embedding, the final norm and dropout.
 
 The bounds run local layers where TransformerEngine cannot run. In FP8 they have TransformerEngine's to themselves: the
 amaxes of the others would be those of steps without communication.
@@ -13,8 +13,7 @@ Experts are divided among the tensor-parallel ranks and each of them is whole (E
 that the bounds have too. Tokens go to experts that the benchmark has chosen (:func:`fix_routing`).
 
 ``fsdp`` and ``fsdp_bf16`` (:mod:`megatron_flux.train.fsdp`) have whole layers with shards of their own, made from the
-shared weights, and as many tokens: each rank has its part of the same sequences. :func:`as_tensor_parallel` brings
-their results into the form of the others'.
+shared weights, and as many tokens: each rank has its part of the same sequences.
 """
 
 from __future__ import annotations
@@ -215,11 +214,7 @@ def as_tensor_parallel(
 
 
 def look_inside(variant: Variant) -> None:
-    """Run one step and note what flux did in it.
-
-    Raises:
-        UserError: no layer ran flux.
-    """
+    """Run one step and note what flux did in it. Raises UserError: no layer ran flux."""
     if base_of(variant.name) in ("te", "local", "te_ub", *FSDP):
         return
     ops.stats.reset()  # calls and fallbacks of this step alone
@@ -250,31 +245,6 @@ def without_amax_reductions(block: torch.nn.Module) -> AbstractContextManager[ob
                     quantizer.with_amax_reduction = False
     nothing = staticmethod(lambda *_, **__: None)
     return mock.patch.object(FP8GlobalStateManager, "reduce_tensor_across_group_op_max", nothing)
-
-
-@contextmanager
-def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
-    """Open TransformerEngine's userbuffers for one workload; yields the bytes they took on this GPU.
-
-    NVLink multicast stays off: that is UB_SKIPMC=1, which the worker sets before TransformerEngine is imported.
-    """
-    import transformer_engine.pytorch as te
-
-    torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info()
-    modes = te.UserBufferQuantizationMode
-    try:
-        te.initialize_ub(
-            [workload.tokens, workload.shape.hidden_size],
-            tp,
-            quantization_modes=[modes.NONE if workload.fp8 is None else modes.FP8],
-            dtype=torch.bfloat16,
-            bootstrap_backend="gloo",
-        )
-        after, _ = torch.cuda.mem_get_info()
-        yield max(0, before - after)
-    finally:
-        te.destroy_ub()
 
 
 def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
@@ -337,8 +307,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
 def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], group: Any, device: torch.device) -> Any:
     """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
 
-    Raises:
-        UserError: there are no weights, or a micro-batch cannot be divided by sequences.
+    Raises UserError: there are no weights, or a micro-batch cannot be divided by sequences.
     """
     from megatron_flux.train import fsdp
 
@@ -377,7 +346,7 @@ def fix_routing(block: torch.nn.Module, tokens: int) -> None:
     """Let every router replay one choice of experts for this rank's ``tokens``: each expert gets as many as any other.
 
     Variants round differently, so routers that choose would send a few tokens to other experts, and results could not
-    be compared. The probabilities are the router's own, and so are its gradients. Its top-k alone is left out.
+    be compared. The probabilities and their gradients are the router's own.
     """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -401,11 +370,7 @@ def shared_name(name: str) -> str:
 
 
 def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Replace the block's own parameters by ``weights`` (by :func:`shared_name`).
-
-    Raises:
-        FluxError: the two do not have the same parameters, or not of the same shapes.
-    """
+    """Replace the block's own parameters by ``weights`` (by :func:`shared_name`). Raises FluxError: they differ."""
     own = dict(block.named_parameters())
     differ = {shared_name(name) for name in own} ^ weights.keys()
     if differ:

@@ -10,7 +10,6 @@ a tensor-parallel group measure GEMMs of new shapes together, so every rank samp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.comm import timeouts
 from megatron_flux.layers import keep
+from megatron_flux.log_once import logger
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
 from megatron_flux.metrics.schema import COUNTED, counters, since
 from megatron_flux.patch.patcher import report
 from megatron_flux.telemetry.call_sampler import Sampler
-
-logger = logging.getLogger("megatron_flux")
 
 _SAMPLED = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 

@@ -2,19 +2,16 @@
 
 A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
 wandb's own step. Iterations that an earlier start recorded are not sent again after a requeue: wandb would drop them
-online, and show them twice if both starts were offline. (A start that was killed may not have sent its last ones.)
+online, and show them twice if both starts were offline. Where an option is not given, wandb's own variables and
+settings files hold, except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
 
-Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
-WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
-
-The JSONL is the record: the first failure of wandb is logged, and training goes on without it. The records and the
-configuration without secrets leave the machine, and of what wandb collects the host's name, its version and the
-machine's utilisation; its collection of command line, git state, console, code and packages is off.
+The first failure of wandb is logged, and training goes on without it. The records and the configuration without secrets
+leave the machine, and of what wandb collects the host's name, its version and the machine's utilisation; its collection
+of command line, git state, console, code and packages is off.
 """
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,12 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_flux.errors import UserError, one_line, require
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import median, timed
-
-logger = logging.getLogger("megatron_flux")
 
 ID_FILE = "wandb.json"
 PROJECT = "megatron-flux"
@@ -47,15 +43,7 @@ NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "flux/ranks", "schema"}
 class WandbMirror:
     """Mirrors records into one wandb run. Make it on one rank only. Nothing in it raises."""
 
-    def __init__(
-        self,
-        mode: str,
-        config: Mapping[str, Any],
-        dir: Path,
-        *,
-        resuming: bool = False,
-        **run: Any,
-    ) -> None:
+    def __init__(self, mode: str, config: Mapping[str, Any], dir: Path, *, resuming: bool = False, **run: Any) -> None:
         """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
@@ -181,9 +169,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, Any]:
 def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the baseline's exposed communication by operator, in ms per iteration, from a sampled record of flux.
 
-    In the baseline's own steps collectives are no calls of an operator. It is that of flux's calls as collective, then
-    GEMM, the way stock runs them in forward; in backward stock hides a part beside the wgrad. Empty where flux's is
-    withheld, as on CPUs, whose times say nothing of it.
+    It is that of flux's calls as collective, then GEMM, the way stock runs them in forward; in backward stock hides a
+    part beside the wgrad. Empty where flux's is withheld.
     """
     serial, gemm, compared = (
         record.get(f"flux/{name}") or {} for name in ("serial_time_ms", "gemm_time_ms", "exposed_communication_ms")
@@ -214,9 +201,8 @@ def _superseded(folder: Path) -> int:
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
 
-    ``speedup``, ``speedup_low`` and ``speedup_high`` (its 95 % interval), ``paired_blocks``, the largest relative
-    differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<variant>_exposed_communication_ms/*``
-    by operator (median of the sampled steps that are timed) and ``<variant>_exposed_communication_traced_ms``.
+    Exposed communication is in ms per iteration: by operator the median of the sampled steps that are timed, and that
+    of the traced steps.
     """
     differences = "max_relative_loss_difference", "max_relative_grad_norm_difference"
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}

@@ -20,13 +20,10 @@ from megatron_flux.metrics.table import HEAD, findings, grid, rows, short
 
 RECENT = 20
 """Steps whose median is the recent step time."""
-
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
-
 START_S = 900.0
 """Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
-
 REFRESH_S = 3.0
 """Seconds between views: the interval of the speed-up takes longer the longer a run is."""
 
@@ -106,8 +103,8 @@ def _lines(watched: RunFiles, summary: dict[str, Any], now: float) -> Iterator[t
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
     """Describe what a run that has not ended does, and return True if it has stalled.
 
-    ``began`` is the Unix time of its latest start, ``written`` that of its last record (None: it has none, and one of
-    before the start does not count), ``usual`` the seconds of a step, 0 if not known.
+    ``began`` and ``written`` are the Unix times of its latest start and of its last record (None: it has none),
+    ``usual`` the seconds of a step, 0 if not known.
     """
     if written is None or written < began:
         silent = math.floor(max(0.0, now - began))

@@ -61,15 +61,13 @@ def check_writable(folder: Path, option: str) -> Path:
     return there
 
 
-def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
-    with made(out, description, overwrite=overwrite, resuming=False):
-        pass
-
-
 @contextmanager
-def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> Iterator[None]:
-    """Make the run folder, and hold it for the run inside the context.
+def made(out: Path, description: Mapping[str, Any], *, overwrite: bool, resuming: bool = False) -> Iterator[None]:
+    """Make the run folder with ``description`` as its ``config.json``, and hold it for the run inside the context.
+
+    ``overwrite`` replaces an earlier run, ``resuming`` goes on in its folder. If ranks refuse the run (UserError,
+    RendezvousError) before it has begun, a new folder is removed, and an earlier run is as it was. Raises UserError:
+    the folder is taken, or cannot be written.
 
     ``description`` goes into its ``config.json``. ``overwrite`` replaces an earlier run, ``resuming`` goes on in its
     folder. If ranks refuse the run (UserError, RendezvousError) before it has begun, a new folder is removed, and an
@@ -107,7 +105,7 @@ def begun(out: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _begin(out: Path, description: dict[str, Any], *, replacing: bool) -> None:
+def _begin(out: Path, description: Mapping[str, Any], *, replacing: bool) -> None:
     """Write ``config.json``; move all of an earlier run, or what this start of it replaces, to :data:`_BEFORE`."""
     if (before := out / _BEFORE).is_dir():  # of a start that was killed before it had begun
         _put_back(out)

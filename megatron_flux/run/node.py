@@ -44,11 +44,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from megatron_flux.run import launcher, rank, stop
 
 PREFIX = "[rank {}] "
-"""Prefix of each line of a rank."""
 GRACE_S = 15.0
 """Seconds from SIGTERM until a rank is silent. Less than torch's 30 and Slurm's ``KillWait``, 30 by default."""
 LOOK_S = 5.0
-"""Seconds between two looks at the ranks' processes."""
 
 
 def main(words: list[str]) -> int:

@@ -13,16 +13,19 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
 
 import psutil
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
+from megatron_flux.log_once import logger
 from megatron_flux.patch import first_linear
-
-logger = logging.getLogger("megatron_flux")
 
 _LAUNCHER = "MEGATRON_FLUX_LAUNCHER"
 
@@ -52,6 +55,26 @@ def set_nccl_link(link: str | None) -> None:
         value = os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         if is_first():
             logger.info("link %s: NCCL runs with NCCL_P2P_DISABLE=%s, for stock and flux alike", link, value)
+
+
+@contextmanager
+def process_group(device_type: str, link: str | None, timeout: float | None = None) -> Iterator[torch.device]:
+    """Open torch.distributed's group of all ranks, over NCCL or, on CPUs, gloo; yield this rank's device.
+
+    NCCL uses no stronger ``link``; a collective waits ``timeout`` seconds. On an error the group stays as it is:
+    tearing it down would wait for peers that may have exited.
+    """
+    device, longest = torch.device("cpu"), None if timeout is None else timedelta(seconds=timeout)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        set_nccl_link(link)
+        dist.init_process_group("nccl", timeout=longest, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=longest)
+    yield device
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def is_first() -> bool:
@@ -127,8 +150,7 @@ def end_with_parent() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
     if launcher in (None, str(os.getppid())):
         return

@@ -19,7 +19,6 @@ Hazards
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import threading
@@ -32,8 +31,7 @@ import torch.distributed as dist
 
 from megatron_flux.comm.agreement import lives, machine, of_all_ranks
 from megatron_flux.kernels.signals import Dispositions
-
-logger = logging.getLogger("megatron_flux")
+from megatron_flux.log_once import logger
 
 FAILURES = "MEGATRON_FLUX_FAILURES"
 """Names the folder where :mod:`megatron_flux.run.node` leaves a line of each node that failed."""
@@ -56,12 +54,10 @@ class Peers:
     def __init__(self) -> None:
         """Find the ranks that this one's launcher has started. A collective call."""
         self._launcher = os.getppid()
-        here = (machine(), self._launcher)
-        mine = os.getpid()
+        here, mine = (machine(), self._launcher), os.getpid()
         self._siblings: list[psutil.Process] = []
         self._gone = False
-        assert dist.group.WORLD is not None  # noqa: S101
-        for where, pid in of_all_ranks((here, mine), dist.group.WORLD):
+        for where, pid in of_all_ranks((here, mine), dist.distributed_c10d._get_default_group()):
             if where == here and pid != mine:
                 try:
                     self._siblings.append(psutil.Process(pid))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -32,11 +31,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_flux.errors import one_line
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import strict_json
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import STEP, of_steps
-
-logger = logging.getLogger("megatron_flux")
 
 
 class StepProfiler:

@@ -9,7 +9,6 @@ force. tp, pp and dp may differ on resume; the order of random numbers (dropout)
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,14 +33,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_flux.errors import FluxError, StorageError, one_line
 from megatron_flux.files import write_atomically
+from megatron_flux.log_once import logger
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_folder import DESCRIPTION, INHERITED, MUST_MATCH, TRACKER, check_fits, chosen, held
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.lora import is_adapter
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 from megatron_flux.train.unpickling import restricted
-
-logger = logging.getLogger("megatron_flux")
 
 _LAYOUT = ("tp", "pp")
 _T = TypeVar("_T")

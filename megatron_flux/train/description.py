@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import time
@@ -11,14 +10,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
 from megatron_flux.train.checkpoint_folder import resumes
 from megatron_flux.train.config import RunConfig
-
-logger = logging.getLogger("megatron_flux")
 
 
 class WandbNames(NamedTuple):

@@ -8,7 +8,6 @@ run that is stopped saves each where it is, and resumes in the middle of its blo
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError, UserError
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import strict_json, wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
@@ -30,8 +30,6 @@ from megatron_flux.train.checkpoint_folder import folders, is_saved, loads_base,
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.record import StepResult
 from megatron_flux.train.variant import Variant
-
-logger = logging.getLogger("megatron_flux")
 
 
 def run(config: RunConfig, dataset: Any, device: torch.device) -> None:

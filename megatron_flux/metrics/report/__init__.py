@@ -1,8 +1,6 @@
 """Report run folders as ``report.html``, one page that needs nothing but itself.
 
 A report is chapters of parts, made from the records. What is missing or damaged in a run is explained in its chapter.
-Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (a folder as the report sees it),
-``figures``, the chapter ``training``; the overview of several runs is here.
 """
 
 from __future__ import annotations

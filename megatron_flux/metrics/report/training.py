@@ -38,7 +38,6 @@ _LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """Comparable between baseline and flux: waiting for peers is in one of the three in either."""
-
 OWN_MEMORY = (
     "Peak memory is that of the rank with the most: torch's allocator and symmetric-memory workspaces, without what "
     "NCCL and CUDA themselves take."

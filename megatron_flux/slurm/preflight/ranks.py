@@ -24,8 +24,8 @@ from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.errors import FluxError, UserError, one_line
 from megatron_flux.ops import timing
+from megatron_flux.run import rank
 from megatron_flux.run.node import node_name
-from megatron_flux.run.rank import serve, set_nccl_link
 from megatron_flux.slurm.preflight import rules
 
 _MIB = {"cuda": 256, "cpu": 1}
@@ -37,38 +37,28 @@ _Pair = tuple[str, str]
 
 def main() -> None:
     """Run the checks as one rank; rank 0 fails with the first problem."""
-    expected = rules.Expected.given()
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    timeout = timedelta(seconds=expected.timeout)
-    if expected.device == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        set_nccl_link(expected.link)  # as training does, for the link that it measures
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
-    report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if local == 0 else None
-    reports = [one for one in _from_all(report) if one is not None]
-    hosts: list[str] = _from_all(node_name())[::per_node]
-
-    node, _ = dist.new_subgroups(per_node, timeout=timeout)
-    of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
-    within = {host: min(of_ranks[i * per_node : (i + 1) * per_node]) for i, host in enumerate(hosts) if of_ranks}
-    everywhere = _gbps(dist.group.WORLD, device)
-    between = _between_neighbours(hosts, per_node, device, timeout)
-    problems: list[str] = []
-    if dist.get_rank() == 0:
-        _publish(expected, everywhere, within, between)
-        problems = rules.differences(reports, expected)
-        if expected.device == "cuda":
-            problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
-        problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
-    # One that the user has set stays.
-    if all(_from_all(not problems)) and expected.link == "p2p" and expected.host_tp and settings.link() is None:
-        _choose_link(expected, device)
-    dist.barrier()
-    dist.destroy_process_group()
+    expected, problems = rules.Expected.given(), []
+    # Over the link that training uses.
+    with rank.process_group(expected.device, expected.link, expected.timeout) as device:
+        per_node, timeout = int(os.environ["LOCAL_WORLD_SIZE"]), timedelta(seconds=expected.timeout)
+        first = os.environ["LOCAL_RANK"] == "0"
+        report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if first else None
+        reports = [one for one in _from_all(report) if one is not None]
+        hosts: list[str] = _from_all(node_name())[::per_node]
+        node, _ = dist.new_subgroups(per_node, timeout=timeout)
+        of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
+        within = {host: min(of_ranks[i * per_node : (i + 1) * per_node]) for i, host in enumerate(hosts) if of_ranks}
+        everywhere = _gbps(dist.group.WORLD, device)
+        between = _between_neighbours(hosts, per_node, device, timeout)
+        if dist.get_rank() == 0:
+            _publish(expected, everywhere, within, between)
+            problems = rules.differences(reports, expected)
+            if expected.device == "cuda":
+                problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
+            problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
+        # One that the user has set stays.
+        if all(_from_all(not problems)) and expected.link == "p2p" and expected.host_tp and settings.link() is None:
+            _choose_link(expected, device)
     if problems:
         (expected.folder / "together.problems").write_text("".join(f"{problem}\n" for problem in problems))
         raise FluxError(f"pre-flight: {problems[0]}")
@@ -175,4 +165,4 @@ def numbers(ranks: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    serve(main)
+    rank.serve(main)

@@ -3,7 +3,6 @@
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
 renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
 force. tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
-:mod:`~megatron_flux.train.checkpoint_folder` has the files, and the checks of what a run may load or replace.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
-    def finish() -> None:
-        """Describe the shards, and make them the newest checkpoint."""
+    def finish() -> None:  # the newest checkpoint from here on
         about = {
             "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
@@ -93,10 +91,14 @@ def save(trainer: Trainer, folder: Path) -> None:
         _write(trainer, unfinished)
         _on_first_rank(finish)
     except (OSError, StorageError) as error:
-        failed = _not_saved(final, error)  # before there is more room
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        with suppress(OSError):  # torch does not name a full disk, and there is more room in a moment
+            reason += f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise failed from error
+        newest = checkpoint_folder.tracked(folder)
+        left = "there is none before" if newest is None else f"--load {folder} resumes from iteration {newest}"
+        raise StorageError(f"checkpoint {final} could not be saved: {reason}; {left}") from error
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -142,7 +144,7 @@ def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> 
 
 def _load_base(trainer: Trainer, checkpoint: Path) -> None:
     """Load the weights of a checkpoint without adapters; everything else is as in a new run."""
-    model = _model_state(trainer, _metadata())
+    model, _ = _model_state(trainer)
     base = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
     new = {name: value for name, value in trainer.model.module.state_dict().items() if is_adapter(name)}
     trainer.model.load_state_dict({**_read(base, checkpoint)["model"], **new})
@@ -171,8 +173,8 @@ class _InProcess(TorchDistSaveShardedStrategy):
     """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
     megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, outlive a
-    killed rank, and a rank waits for ever for a killed one. The files are the same. One file a rank: torch's writer
-    loses the exceptions of all threads but the first.
+    killed rank, and a rank waits for ever for a killed one. One file a rank: torch's writer loses the exceptions of all
+    threads but the first.
     """
 
     def __init__(self) -> None:
@@ -196,15 +198,6 @@ def _cause(error: BaseException) -> str:
     texts = texts or [f"{type(error).__name__}: {error}"]
     # torch's own go on for pages, with advice for those who made the file.
     return shorten(next((text for text in texts if "[Errno" in text), texts[0]), 160, placeholder=" ...")
-
-
-def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
-    with suppress(OSError):  # torch does not name a full disk
-        reason += f" ({shutil.disk_usage(final.parent).free / 1e9:.3g} GB are free there)"
-    iteration = checkpoint_folder.tracked(final.parent)
-    left = "there is none before" if iteration is None else f"--load {final.parent} resumes from iteration {iteration}"
-    return StorageError(f"checkpoint {final} could not be saved: {reason}; {left}")
 
 
 def _on_first_rank(work: Callable[[], _T]) -> _T:
@@ -242,25 +235,21 @@ def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict
         adam.state[parameter]["step"] = step.clone()
 
 
-def _metadata() -> dict[str, Any]:
-    return {
+def _model_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the model's sharded state, and the metadata that the optimizer's is made with too."""
+    metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-
-
-def _model_state(trainer: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
     inside: Any = trainer.model.module  # DDP's own state has other names
-    state: dict[str, Any] = inside.sharded_state_dict(metadata=metadata)
-    return state
+    return inside.sharded_state_dict(metadata=metadata), metadata
 
 
 def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    model = _model_state(trainer, metadata)
+    model, metadata = _model_state(trainer)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

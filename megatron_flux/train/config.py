@@ -1,6 +1,4 @@
-"""Options become a complete, checked configuration. Everything that can be refused is refused here, before any
-process group starts, with what was given, what is allowed and what to do.
-"""
+"""Resolve options into a complete configuration, and refuse what cannot run before any process group starts."""
 
 from __future__ import annotations
 
@@ -106,11 +104,7 @@ class RunConfig(RunOptions):
 
 
 def resolve(
-    options: TrainOptions | CompareOptions,
-    *,
-    world_size: int,
-    device: Literal["cuda", "cpu"],
-    out: Path,
+    options: TrainOptions | CompareOptions, *, world_size: int, device: Literal["cuda", "cpu"], out: Path
 ) -> RunConfig:
     """Fill in what the options leave open and check that it fits together: a UserError where it does not."""
     if options.preset not in PRESETS:
@@ -199,10 +193,7 @@ def _check(run: RunConfig) -> None:
     lr, warmup, decay = run.lr, run.lr_warmup_steps, run.lr_decay_steps
     batch, of = run.global_batch_size, f"{micro * run.dp}: micro-batches of {micro} x dp {run.dp}"
     for refused, message in (
-        (
-            run.lora and run.lora % tp,
-            f"--lora {run.lora} must be a multiple of tp {tp}; give another rank",
-        ),
+        (run.lora and run.lora % tp, f"--lora {run.lora} must be a multiple of tp {tp}; give another rank"),
         (run.strict and run.flux and tp == 1, "--strict with tp 1: no layer can run flux; use tp > 1"),
         (batch % (micro * run.dp), f"global batch size {batch} must be a multiple of {of}"),
         (run.min_lr > lr, f"min_lr {run.min_lr} is above the learning rate {lr}; lower it or raise --lr"),

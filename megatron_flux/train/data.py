@@ -58,7 +58,7 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 
 
 def prepare(config: RunConfig) -> Corpus:
-    """Return the indexed dataset of a run's text, tokenized now if it is not in the cache, with its indices made.
+    """Return the indexed dataset of a run's text, tokenized and indexed now if it is not in the cache.
 
     Call it before there are process groups, in which megatron-core has ranks wait for the first one. Raises UserError:
     tokens outside the vocabulary, or no text.
@@ -286,7 +286,7 @@ class MicroBatches:
     """An endless iterator over this rank's micro-batches of a dataset, after ``consumed`` sequences of all ranks.
 
     Each is ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``. The
-    sequence at position ``p`` of training is sample ``p`` modulo the epoch's length, whatever the number of ranks.
+    order of sequences does not depend on the number of ranks.
     """
 
     def __init__(self, config: RunConfig, dataset: Any, dp_rank: int, device: torch.device) -> None:

@@ -98,7 +98,7 @@ def shard(
 class FsdpTrainer(Trainer):
     """A trainer of the whole run's batches by FSDP2, from the weights of the tensor-parallel ``model``.
 
-    Its ranks read the sequences of their tensor-parallel group's micro-batches, each its part of them.
+    Its ranks share the sequences of their tensor-parallel group's micro-batches.
     """
 
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device, model: torch.nn.Module) -> None:

@@ -206,8 +206,8 @@ def gathered_share(
     * ZeRO-3: W is gathered for forward and for backward, 2 bytes a weight each time, and the gradient is scattered in
       ``gradient`` bytes (Megatron and ``fsdp``: fp32; of frozen weights none).
 
-    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h): with W = 12 h^2 (ordinary attention and an MLP of 4 h)
-    m > 3.6 h with gradients in bf16, and m > 4.8 h in fp32. Biases and norms are left out.
+    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h), with W = 12 h^2 and gradients in fp32 m > 4.8 h. Biases
+    and norms are left out.
     """
     collectives = 8 + (2 if sequence_parallel and not kept and not frozen else 0) + (4 if recomputed else 0)
     return (4 + (0 if frozen else gradient)) * shape.layer_weights / (2 * collectives * tokens * shape.hidden_size)

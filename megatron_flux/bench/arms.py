@@ -26,8 +26,7 @@ from megatron_flux.bench.harness import run_until_tuned, userbuffers
 from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.version import __version__
 
-Ways = dict[str, Callable[[], torch.Tensor]]
-"""Calls of an arm, by setting."""
+Ways = dict[str, Callable[[], torch.Tensor]]  # calls of an arm, by setting
 BF16 = torch.bfloat16
 
 
@@ -37,14 +36,11 @@ class Arm:
 
     name: str
     ways: Callable[[Operands], AbstractContextManager[Ways]]
-    package: str | None = "torch"
-    """Distribution that it is a part of; None is this one."""
+    package: str | None = "torch"  # distribution that it is a part of; None is this one
     ops: tuple[str, ...] = (GATHERS, SCATTERS, REDUCES)
-    nccl: str | None = None
-    """Lowest NCCL; None where the arm does not use it."""
+    nccl: str | None = None  # lowest NCCL; None where the arm does not use it
     cpu: bool = False  # runs without GPUs, too
-    why: Callable[[torch.device], str | None] = lambda device: None
-    """Further reasons of :meth:`why_not`."""
+    why: Callable[[torch.device], str | None] = lambda device: None  # further reasons of :meth:`why_not`
 
     def version(self) -> str:
         """Return the versions of what runs."""
@@ -77,10 +73,7 @@ def nccl(inputs: Operands) -> Iterator[Ways]:
 
 @contextmanager
 def nccl_symm(inputs: Operands) -> Iterator[Ways]:
-    """Open the same in memory registered as NCCL windows, for which NCCL has other kernels.
-
-    The pool is registered once all buffers are in it: not all releases of torch register later ones.
-    """
+    """Open the same in memory that is registered as NCCL windows, all buffers at once, for its other kernels."""
     backend: Any = inputs.group._get_backend(inputs.x.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)  # ncclMemAlloc
     with torch.cuda.use_mem_pool(pool):
@@ -128,11 +121,7 @@ def _multicast_in_torch(device: torch.device) -> str | None:
 
 @contextmanager
 def te_userbuffers(inputs: Operands) -> Iterator[Ways]:
-    """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before.
-
-    By its default methods, and for a reduce-scatter by a ring of copies besides: FC2's buffer then has another method
-    than proj's.
-    """
+    """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.cpp_extensions import general_gemm
     from transformer_engine.pytorch.module.base import fill_userbuffers_buffer_for_all_gather as fill

@@ -22,8 +22,7 @@ from megatron_flux.ops.gemm import fp8_gemm
 from megatron_flux.ops.tuner.cache import Entry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CALLS = 12
-"""Calls of a decode graph."""
+CALLS = 12  # calls of a decode graph
 COLD_BYTES = 160 << 20
 """Bytes of the weights that the calls of a graph read: three times the L2 cache of an H200."""
 
@@ -35,12 +34,10 @@ class Operands(NamedTuple):
 
     case: Case
     group: dist.ProcessGroup
-    x: torch.Tensor
-    """``[rows, k]``: this rank's shard where it is gathered."""
+    x: torch.Tensor  # ``[rows, k]``: this rank's shard where it is gathered
     weights: list[torch.Tensor]
     """One, ``[n, k]`` or for dgrad ``[k, n]``; for a decode call as many as its graph reads."""
-    pair: Fp8Pair | None = None
-    """FP8 operands, of which ``x`` and the weight are the numbers."""
+    pair: Fp8Pair | None = None  # FP8 operands, of which ``x`` and the weight are the numbers
 
     @property
     def by_k(self) -> torch.Tensor:

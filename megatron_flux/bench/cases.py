@@ -28,8 +28,7 @@ class Case:
     m: int
     n: int
     k: int
-    fp8: Recipe | None = None
-    """Recipe of the operands; None: 16 bits."""
+    fp8: Recipe | None = None  # recipe of the operands; None: 16 bits
 
     @property
     def transposed(self) -> bool:

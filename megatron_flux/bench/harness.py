@@ -61,13 +61,7 @@ class Ranks(NamedTuple):
     ranks: dist.ProcessGroup
     """Gloo group of all ranks: a barrier of NCCL is a kernel, which would show in traces and in the next step."""
     link: links.Link
-    say: Callable[[str], None]
-    """Write a line for people; does nothing on other ranks than the first."""
-
-    @property
-    def first(self) -> bool:
-        """Return True on the rank that writes files."""
-        return self.ranks.rank() == 0
+    say: Callable[[str], None]  # write a line for people; does nothing on other ranks than the first
 
 
 @dataclass
@@ -76,10 +70,8 @@ class Variant:
 
     name: str
     run: Callable[[], Any]
-    active: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Context around every burst of ``run``."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the variant's row."""
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext  # context around every burst of ``run``
+    facts: dict[str, Any] = field(default_factory=dict)  # further fields of the variant's row
 
 
 def ranks_of(
@@ -99,10 +91,9 @@ def run_cases(
     out: Path,
     seconds: float | None,
 ) -> dict[str, Any]:
-    """Measure all cases and return the summary; the first rank writes it into ``out`` after every case.
+    """Measure all cases, none begun after ``seconds``; return the summary, which the first rank writes after each.
 
-    No case begins after ``seconds``. ``measured`` gets a case and its deadline (:func:`time.monotonic`). ``about`` goes
-    into the summary, beside the machine, ``rows`` and ``skipped``.
+    ``measured`` gets a case and its deadline (:func:`time.monotonic`). ``about`` goes into the summary.
     """
     summary: dict[str, Any] = {
         "device": environment.device_name(),
@@ -125,7 +116,9 @@ def run_cases(
             deadline = began + seconds * (index + 1) / len(cases)
         for found, kept in zip(measured(case, deadline), (summary["rows"], summary["skipped"], rounds), strict=True):
             kept += found
-        if here.first:
+        if here.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if here.ranks.rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
             (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
             write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")  # the run may be killed

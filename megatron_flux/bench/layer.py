@@ -74,17 +74,13 @@ class LayerBench:
         self.on_gpu = here.device.type == "cuda"
         self.captures = run.cuda_graphs and self.on_gpu
         self.skipped: list[dict[str, Any]] = []
-        self.weights: dict[str, Any] = {}
-        """Shared by all variants."""
-        self.context: Any = None
-        """megatron-core's inference context, shared by all variants."""
+        self.weights: dict[str, Any] = {}  # shared by all variants
+        self.context: Any = None  # megatron-core's inference context, shared by all variants
         self._blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
         """Layers by their kind, or why there are none."""
         self._userbuffer_bytes = 0
-        self._reference: tuple[str, Result] = ("", [])
-        """What other results are compared with."""
-        self._rounding: dict[str, float] | None = None
-        """What FP8 itself changes in the baseline."""
+        self._reference: tuple[str, Result] = ("", [])  # what other results are compared with
+        self._rounding: dict[str, float] | None = None  # what FP8 itself changes in the baseline
 
     def say(self, text: str) -> None:
         """Write a line for people, with the workload's label."""
@@ -114,7 +110,7 @@ class LayerBench:
             )
             rows = [self._row(variant, samples, results) for variant in ready]
             # Userbuffers and graphs must be idle when they go.
-            self._synchronize()
+            torch.cuda.synchronize()  # on CPUs train.shims have nothing to wait for
             ready.clear()
             self._blocks.clear()
             results.clear()
@@ -126,7 +122,7 @@ class LayerBench:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
         self.context = None
-        self._synchronize()
+        torch.cuda.synchronize()
         dist.barrier(group=self.here.ranks)  # nobody uses another's memory any more
         for bound in BOUNDS.values():
             bound.close()
@@ -198,10 +194,7 @@ class LayerBench:
         return block if self.trained else block.eval()
 
     def _held_bytes(self, variant: Variant) -> int:
-        """Return the bytes of weights, main gradients and caches: those that all variants share, or shards of its own.
-
-        The gradients of shards are made in the first step, and count there.
-        """
+        """Return the bytes of weights, main gradients and caches that all variants share, or of a variant's shards."""
         if (base := variants.base_of(variant.name)) in variants.FSDP:
             sharded: Any = self._blocks[base][0]
             return sum(weight.to_local().nbytes for weight in sharded.parameters())
@@ -224,13 +217,13 @@ class LayerBench:
         if (bound := BOUNDS.get(variants.base_of(variant.name))) is not None:
             bound.clear()
         variants.look_inside(variant)
-        self._synchronize()
+        torch.cuda.synchronize()
         if self.on_gpu:
             held = self._held_bytes(variant)
             torch.cuda.reset_peak_memory_stats()
             with variant.active():
                 variant.run()
-            self._synchronize()
+            torch.cuda.synchronize()
             # torch's caching allocator knows neither of symmetric memory nor of userbuffers.
             flux = variant.name.startswith("flux")
             outside = group_state.slab_bytes() if flux else variant.facts.get("userbuffer_bytes", 0)
@@ -272,10 +265,10 @@ class LayerBench:
         parts, name = {}, None
         if self.config.trace and self.on_gpu:
             name = f"trace-{self.workload.label}-{variant.name.replace(':', '-')}.json.gz"
-            self._synchronize()
+            torch.cuda.synchronize()
             dist.barrier(group=self.here.ranks)
             with variant.active():
-                trace = trace_step(variant.run, self.config.out / name if self.here.first else None)
+                trace = trace_step(variant.run, self.config.out / name if self.here.ranks.rank() == 0 else None)
             parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
         return {
             **row(self.workload, variant, samples),
@@ -298,10 +291,7 @@ class LayerBench:
         return compare(result, reference, self.here.ranks, self._rounding, wires)
 
     def _right_result(self, results: dict[str, Result]) -> tuple[str, Result]:
-        """Return the name and result of what others are compared with: the baseline's.
-
-        Adapters of stock TransformerEngine do without gathered norm outputs here, whose gradients it drops.
-        """
+        """Return the name and result of what others are compared with: the baseline's, with right gradients."""
         from megatron_flux.train.lora import own_gathers
 
         name = baseline_of(results)
@@ -336,10 +326,6 @@ class LayerBench:
         how: dict[str, Any] = {"generator": generator, "device": device, "dtype": variants.dtype_of(device, w.fp8)}
         x = torch.randn(shape, **how)
         return (x.requires_grad_(), torch.randn(shape, **how) * 1e-2) if self.trained else (x, None)
-
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.here.device)
 
 
 def cache_of(context: Any) -> list[torch.Tensor]:

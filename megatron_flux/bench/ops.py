@@ -44,16 +44,12 @@ from megatron_flux.ops.gemm import cublas_takes
 from megatron_flux.run import folder
 
 LINK_BYTES = 64 << 20
-TOLERANCE = {"exact": 0.01, "int8": 0.03}
-"""Largest ``differences`` that pass, by wire format."""
+TOLERANCE = {"exact": 0.01, "int8": 0.03}  # largest ``differences`` that pass, by wire format
 REPLAYS = 4
 
 
 def runs_of(inputs: Operands, backends: Sequence[str], wire: str) -> Runs:
-    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then ``backends``.
-
-    Raises UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
-    """
+    """Return the runs of all variants by name. Raises UserError: cuBLASLt does not multiply the FP8 operands."""
     case, pair = inputs.case, inputs.pair
     if case.direction == "decode":
         return _decode_runs(inputs)
@@ -132,8 +128,6 @@ def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
     for name, difference in differences.items():
         if not difference <= TOLERANCE[wire]:
             here.say(f"{name}: its result is NOT serial's: {difference}")
-    if here.device.type == "cuda":
-        torch.cuda.empty_cache()
     return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
 
 

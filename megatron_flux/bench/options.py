@@ -240,10 +240,7 @@ def check_graphs(cuda_graphs: bool, link: str | None) -> None:
 
 
 def flux_config(name: str, **settings: Any) -> FluxConfig:
-    """Return the settings of the variant ``name``: ``settings``, and over them what its name says behind colons.
-
-    Raises UserError: a name or a value that :class:`~megatron_flux.config.FluxConfig` does not have.
-    """
+    """Return ``settings``, and over them what the variant's ``name`` says behind colons. Raises UserError."""
     from megatron_flux.patch.patcher import check
 
     base, *words = name.split(":")
@@ -264,10 +261,7 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
 
 
 def layer_run(options: LayerOptions, tp: int) -> LayerRun:
-    """Decide everything that ``options`` leave open.
-
-    Raises UserError: an unknown name, options that exclude each other, or sizes that ``tp`` does not divide.
-    """
+    """Decide everything that ``options`` leave open. Raises UserError: what cannot be measured."""
     from megatron_flux.ops import backend_names
 
     mode, trained = options.mode, options.mode == "training"

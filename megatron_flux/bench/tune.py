@@ -71,7 +71,7 @@ def run(
                 times = ", ".join(f"{name} {number(plan.ms.get(name))} ms" for name in (plan.label, "reference"))
                 log(
                     f"[{count}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {times}{note}"
+                    f"{tables.direction(vars(case))} m={case.m} n={case.n} k={case.k}: {times}{note}"
                 )
             del call
             torch.cuda.empty_cache()
@@ -101,10 +101,6 @@ def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torc
     return as_tuned(operands(case, group, dtype, device), wire)
 
 
-def _how(case: Case) -> str:
-    return case.direction if case.fp8 is None else f"{case.direction} FP8 {case.fp8}"
-
-
 def _is_cached(key: str, m: int) -> bool:
     return m in cache.find(key, m)
 
@@ -127,5 +123,7 @@ def work(text: str) -> None:
     with harness.opened(wanted.link) as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
-        tables.show_plans([(f"{case.model} {case.layer} {_how(case)}", key, plan) for case, key, plan in done])
+        name = "{model} {layer} ".format
+        calls = [(name(**vars(case)) + tables.direction(vars(case)), key, plan) for case, key, plan in done]
+        tables.show_plans(calls)
         logger.info("plans: %s", wanted.cache)

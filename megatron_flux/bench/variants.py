@@ -43,8 +43,7 @@ from megatron_flux.train.presets import ExpertShape, ModelShape
 BlockKind = Literal["te", "te_ub", "te_bound", "local", "fsdp", "fsdp_bf16"]
 FSDP: dict[str, torch.dtype] = {"fsdp": torch.float32, "fsdp_bf16": torch.bfloat16}
 """Variants without tensor parallelism, and the dtype that gradients are reduced in."""
-NEED_PEERS = ("te_ub", "unsynchronised")
-"""Variants whose ranks write into each other's memory."""
+NEED_PEERS = ("te_ub", "unsynchronised")  # variants whose ranks write into each other's memory
 
 
 def base_of(name: str) -> str:
@@ -232,10 +231,7 @@ def look_inside(variant: Variant) -> None:
 
 
 def without_amax_reductions(block: torch.nn.Module) -> AbstractContextManager[object]:
-    """Leave out the reductions of amaxes over ranks in ``block``, after forward and backward or tensor by tensor.
-
-    From its first step on every rank scales by its own amaxes, so ``block`` must run in no other way.
-    """
+    """Leave out amax reductions over ranks in ``block``, which must run in no other way from then on."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for module in block.modules():
@@ -253,11 +249,7 @@ def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
 
 
 def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
-    """Build a block of ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state.
-
-    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone. Those of ``FSDP`` are for
-    :func:`build_sharded`.
-    """
+    """Build ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state."""
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import init_method_normal
@@ -305,10 +297,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
 
 
 def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], group: Any, device: torch.device) -> Any:
-    """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
-
-    Raises UserError: there are no weights, or a micro-batch cannot be divided by sequences.
-    """
+    """Build ``fsdp``'s layers from ``group``'s shared ``weights``. Collective. Raises UserError: it cannot be done."""
     from megatron_flux.train import fsdp
 
     if reason := undivided(workload.micro_batch, group.size()):

@@ -150,8 +150,7 @@ def _say_where(root: Path) -> None:
     print(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}", flush=True)
 
 
-_OF_JOB = ("repetitions", "retries")
-"""Fields of a job that ``--set`` changes; those of its layout are options."""
+_OF_JOB = ("repetitions", "retries")  # fields of a job that ``--set`` changes; those of its layout are options
 
 
 def _layout(options: JobOptions) -> dict[str, Any]:

@@ -24,10 +24,7 @@ def compare(options: CompareOptions, dry_run: bool) -> None:
 
 
 def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
-    """Return the run that ``options`` mean on this machine, checked.
-
-    Raises UserError: versions, packages, sizes or data with which it could not run.
-    """
+    """Return the run that ``options`` mean on this machine. Raises UserError: it could not run."""
     import torch
 
     from megatron_flux.patch.megatron_core import checked_versions

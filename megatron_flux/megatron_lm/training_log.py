@@ -52,10 +52,7 @@ class _Log:
         return row
 
     def sample(self, sampler: Sampler, iteration: int) -> None:
-        """Note ``flux/*`` of ``iteration`` if it was sampled, and begin the next one's sample if it is due.
-
-        Collective over tensor-parallel groups at the first samples of an operator's shape.
-        """
+        """Note ``flux/*`` of ``iteration`` if it was sampled, and begin the next sample if due. Collective at first."""
         self.running.close()
         sampled, reading = sampler.result(), sampler.reading
         row: dict[str, float | None] = {}
@@ -74,10 +71,7 @@ _log = _Log()
 
 
 def log(iteration: int) -> None:
-    """Add ``flux/*`` to what Megatron-LM logged of ``iteration``; nothing where flux is off, or a second time.
-
-    The first call prints on rank 0 how many layers run flux, and warns on every rank where none does.
-    """
+    """Add ``flux/*`` to what Megatron-LM logged of ``iteration``, once. The first call says how many layers run."""
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
     args = get_args()

@@ -83,10 +83,7 @@ def _supersede(path: Path, last_kept: int) -> int:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read all records of a file. Raises UserError: it is missing, or a line is damaged.
-
-    A last line without its newline is what a killed writer leaves: it is skipped with a warning.
-    """
+    """Read all records of a file, but for a last line cut off by a kill. Raises UserError: missing or damaged."""
     if not path.exists():
         raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
     tail = RecordTail(path)
@@ -108,8 +105,7 @@ class RecordTail:
 
     def _start_over(self) -> None:
         self.records: list[Record] = []
-        self.damaged: list[tuple[int, str]] = []
-        """Number and fault of every line that was skipped."""
+        self.damaged: list[tuple[int, str]] = []  # number and fault of every line that was skipped
         self.lines = 0
         self.rest = b""
         self._offset = 0

@@ -92,10 +92,7 @@ _RECORD = TypeAdapter(StepRecord)
 
 
 def checked(record: Any, after: int = 0) -> dict[str, Any]:
-    """Return a decoded record with non-finite numbers as floats.
-
-    Raises ValueError, with the field's name: it does not follow the schema, or is not later than step ``after``.
-    """
+    """Return a decoded record with non-finite numbers as floats. Raises ValueError: wrong, or not ``after`` a step."""
     try:
         found: dict[str, Any] = {**_RECORD.validate_python(record)}
     except ValidationError as error:

@@ -166,10 +166,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 
 def grid(head: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    """Return a table whose rows are never folded. Columns whose heading begins with ``<`` are aligned left.
-
-    So is the first column; others are aligned right.
-    """
+    """Return a table whose rows are never folded; the first column, and those headed ``<``, are aligned left."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(head):
         left = not index or name.startswith("<")

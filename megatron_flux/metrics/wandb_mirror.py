@@ -26,14 +26,12 @@ from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object
 from megatron_flux.metrics.summary import median, timed
 
 ID_FILE = "wandb.json"
-PROJECT = "megatron-flux"
-"""Project where neither an option nor wandb's own settings name one."""
+PROJECT = "megatron-flux"  # project where neither an option nor wandb's own settings name one
 
 # Summaries in the table of runs; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
 
-TIMEOUT_S = 60.0
-"""Longest wait for wandb at the start and at the end of a run."""
+TIMEOUT_S = 60.0  # longest wait for wandb at the start and at the end of a run
 
 BASELINE_EXPOSED = "baseline/exposed_communication_ms"
 """The baseline's ms per iteration, by operator: a curve in flux's run beside ``flux/exposed_communication_ms``."""
@@ -50,8 +48,7 @@ class WandbMirror:
         online if it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets wandb's
         ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there.
         """
-        self.id: str | None = None
-        """The run's id; None while there is no run."""
+        self.id: str | None = None  # the run's id; None while there is no run
         self._written = 0
         self._open: Any = None
         if mode != "disabled":

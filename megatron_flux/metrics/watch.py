@@ -18,21 +18,16 @@ from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, timed
 from megatron_flux.metrics.table import HEAD, findings, grid, rows, short
 
-RECENT = 20
-"""Steps whose median is the recent step time."""
+RECENT = 20  # steps whose median is the recent step time
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
 START_S = 900.0
 """Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
-REFRESH_S = 3.0
-"""Seconds between views: the interval of the speed-up takes longer the longer a run is."""
+REFRESH_S = 3.0  # seconds between views: the interval of the speed-up takes longer the longer a run is
 
 
 def watch(path: Path) -> None:
-    """Show a run until it has ended, or Ctrl-C; as it is, once, if standard output is no terminal.
-
-    A terminal waits for a run that is about to begin. Raises UserError: there is none, or the folder is a file.
-    """
+    """Show a run until it has ended, or Ctrl-C; without a terminal once. Raises UserError: there is no run."""
     watched = RunFiles(path)
     console = Console(highlight=False, emoji=False)
     if not watched.exists:

@@ -37,8 +37,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 CHECK_ROWS, CHECK_ERROR, CHECK_TP = 4, 1e-4, (8, 4, 2)
 
-Progress = Callable[[str], None]
-"""Called with what was done, after each file and each MLP."""
+Progress = Callable[[str], None]  # called with what was done, after each file and each MLP
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,12 @@ class Found:
     bits: int
     zero_offset: int
     tensors: dict[str, Stored]
-    mlps: dict[str, tuple[tuple[str, ...], str]]
-    """Names of FC1's linears and of FC2, by the MLP's place."""
-    others: list[str]
-    """Linears with activation order that are in no MLP."""
+    mlps: dict[str, tuple[tuple[str, ...], str]]  # names of FC1's linears and of FC2, by the MLP's place
+    others: list[str]  # linears with activation order that are in no MLP
 
 
 def read(folder: Path) -> Found:
-    """Check a checkpoint and find its MLPs; no weight is read.
-
-    Raises UserError: no folder, no GPTQ checkpoint, or one whose files contradict each other.
-    """
+    """Check a checkpoint and find its MLPs; no weight is read. Raises UserError: it cannot be folded."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name a GPTQ checkpoint's")
     _refuse_links(folder)

@@ -23,16 +23,12 @@ from megatron_flux.files import locked
 from megatron_flux.metrics import strict_json
 
 CONFIG = "config.json"
-ENDED = "ended.json"
-"""File that says how the run ended, if not by an error: job scripts read it."""
+ENDED = "ended.json"  # file that says how the run ended, if not by an error: job scripts read it
 _LOCK, _BEFORE = ".lock", ".before"
 
 
 def default_folder(*words: str) -> Path:
-    """Return a new name from the time and ``words``, under ``runs/`` in the working directory.
-
-    Runs that start in the same second differ by a random part, but for the ranks of one launcher.
-    """
+    """Return a new name under ``runs/``, of time, ``words`` and, but for a launcher's ranks, a random part."""
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     unique = [] if "RANK" in os.environ else [secrets.token_hex(2)]
     return Path("runs") / "-".join([now, *words, *unique])

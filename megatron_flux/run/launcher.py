@@ -34,10 +34,7 @@ def started() -> int | None:
 
 
 def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
-    """Return the number of ranks: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
-
-    Raises UserError: ``nproc`` (``option``) does not fit that.
-    """
+    """Return the number of ranks: what a launcher started, else ``nproc``, one per GPU or ``otherwise``."""
     if (ranks := started()) is not None:
         if nproc not in (None, ranks):
             raise UserError(f"{option} {nproc} under a launcher that started {ranks} processes; leave it out")
@@ -129,8 +126,7 @@ def account_of(failure: ProcessFailure) -> str:
     return f"{note} (exit code {code})"
 
 
-SILENT, WITNESS = 2, 3
-"""Orders of causes: a rank that did not react, and one that only missed another."""
+SILENT, WITNESS = 2, 3  # orders of causes: a rank that did not react, and one that only missed another
 _MISSED = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|broken pipe|remote (process|peer)|ncclRemoteError", re.IGNORECASE
 )

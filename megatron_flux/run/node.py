@@ -123,8 +123,7 @@ class _Silence:
 
     def __init__(self) -> None:
         """Begin to look at the ranks' processes, and make torch's launcher note those that it cannot end."""
-        self.stopped: dict[str, str] = {}
-        """The state of each rank that could not run at the last look."""
+        self.stopped: dict[str, str] = {}  # the state of each rank that could not run at the last look
         self.notes_before: int | None = None
         """The number of notes when the first rank of this node failed: to end the others takes its time."""
         self._folder = os.environ.get(stop.FAILURES)

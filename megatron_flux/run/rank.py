@@ -47,10 +47,7 @@ def set_environment() -> None:
 
 
 def set_nccl_link(link: str | None) -> None:
-    """Start NCCL without peer access if ``link`` is ``host`` or ``none``, unless the user has set it.
-
-    Call before NCCL starts. Rank 0 logs it.
-    """
+    """Start NCCL without peer access if ``link`` is ``host`` or ``none``, unless the user has set it; log it."""
     if link in ("host", "none"):
         value = os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         if is_first():

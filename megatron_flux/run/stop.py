@@ -36,8 +36,7 @@ from megatron_flux.log_once import logger
 FAILURES = "MEGATRON_FLUX_FAILURES"
 """Names the folder where :mod:`megatron_flux.run.node` leaves a line of each node that failed."""
 _STOP, _ENDING = signal.SIGUSR1, (signal.SIGTERM, signal.SIGINT)
-_INTERVAL = 0.2
-"""Seconds between two looks at this node's processes and the notes of all nodes."""
+_INTERVAL = 0.2  # seconds between two looks at this node's processes and the notes of all nodes
 
 
 def notes() -> set[str]:
@@ -73,10 +72,7 @@ class Peers:
 
 
 class SignalListener:
-    """Calls ``handle(number)`` for signals in a thread, though the main thread may wait where no Python runs.
-
-    Set up and closed by the main thread.
-    """
+    """Calls ``handle(number)`` for signals in a thread: the main thread, which owns it, may wait outside Python."""
 
     def __init__(self, numbers: Iterable[int], handle: Callable[[int], object]) -> None:
         self._handle = handle

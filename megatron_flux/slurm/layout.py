@@ -27,10 +27,7 @@ from megatron_flux.train.shims import cpu_shims
 
 
 def check(job: Resolved) -> list[str]:
-    """Run one layer of each stage of ``job``, and describe the layout in lines.
-
-    Raises FluxError: a stage cannot be built or run; names its rank.
-    """
+    """Run one layer of each stage of ``job``, and describe the layout in lines. Raises FluxError: a stage fails."""
     run = job.run
     return [
         f"{run.world_size} ranks on {job.job.nodes} node(s): tp {run.tp} x pp {run.pp} x dp {run.dp}",

@@ -158,8 +158,7 @@ class Profile(FromYaml):
     link: LinkKind
     """Between the GPUs of a node, and the strongest that stock and flux use: NVLink, peer access over PCIe, or host
     memory."""
-    wire: Wire = "exact"
-    """Wire format that flux may use where the link is host or p2p."""
+    wire: Wire = "exact"  # wire format that flux may use where the link is host or p2p
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 

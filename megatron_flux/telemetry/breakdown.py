@@ -34,8 +34,7 @@ import numpy as np
 
 from megatron_flux.metrics.schema import BREAKDOWN_PARTS, SCHEMA_VERSION
 
-STEP, OPTIMIZER = "flux::step", "flux::optimizer"
-"""Names of ranges (a step's is followed by its number)."""
+STEP, OPTIMIZER = "flux::step", "flux::optimizer"  # names of ranges (a step's is followed by its number)
 
 _KERNELS = {
     # megatron_flux.kernels: GEMM and communication in one kernel. Inductor's "triton_poi_fused_..." are no such thing.
@@ -52,8 +51,7 @@ _KERNELS = {
 }
 
 _CATEGORIES = ("gemm", "fused", "communication", "attention", "norm", "other")
-_Intervals = list[tuple[float, float]]
-"""Begins and ends in microseconds."""
+_Intervals = list[tuple[float, float]]  # begins and ends in microseconds
 
 
 @cache

@@ -52,14 +52,10 @@ OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
 """Why a comparison is withheld."""
 
-TOLERANCE = 0.1
-"""Share of the hideable time that may be due to clocks."""
-RESOLUTION = 0.005
-"""Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
-ROUNDS = 5
-"""Measurements of every call's baselines, one after each sample."""
-BURST_MS, MOST_CALLS = 2.0, 20
-"""Length of a burst, and its maximum of calls."""
+TOLERANCE = 0.1  # share of the hideable time that may be due to clocks
+RESOLUTION = 0.005  # relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500
+ROUNDS = 5  # measurements of every call's baselines, one after each sample
+BURST_MS, MOST_CALLS = 2.0, 20  # length of a burst, and its maximum of calls
 
 
 class Sampler:
@@ -94,10 +90,7 @@ class Sampler:
             self.reading = glance.result() if glance is not None else None
 
     def result(self) -> dict[str, Any] | None:
-        """Return the sample of the latest step. Call it right after the step, while the GPU is in the step's state.
-
-        Collective over the operators' groups at the first samples that have a call.
-        """
+        """Return the sample of the latest step, right after it. Collective at the first samples that have a call."""
         if not self._sampling:
             return None
         self._sampling = False
@@ -129,10 +122,8 @@ class Baseline(NamedTuple):
 
     gemm_ms: float | None
     serial_ms: float | None
-    source: str
-    """``measured``, or why there is none."""
-    sm_clock_mhz: float | None = None
-    """This rank's GPU while the GEMM ran."""
+    source: str  # ``measured``, or why there is none
+    sm_clock_mhz: float | None = None  # this rank's GPU while the GEMM ran
 
 
 NO_MEMORY = Baseline(None, None, "not measured: no memory for the operands on some rank")
@@ -268,10 +259,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
 
 
 def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
-    """Return the call on operands (an empty weight for all_gather), and its GEMM alone; None if memory is short.
-
-    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
-    """
+    """Allocate all that measuring needs: the call on operands, and its GEMM alone; None if memory is short."""
     rows = call.m // call.group.size() if call.operator in GATHERING else call.m
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
     random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)

@@ -109,10 +109,7 @@ class StepProfiler:
 
 
 def saved(profiler: profile, path: Path) -> dict[str, Any]:
-    """Write the recording as a compressed Chrome trace, whole or not at all, and return it.
-
-    What is not within steps is left out: recording, measuring and waiting for a round go on between them.
-    """
+    """Write the steps of a recording as a compressed Chrome trace, whole or not at all, and return it."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(raw))

@@ -54,10 +54,7 @@ def holding(config: RunConfig) -> Iterator[None]:
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Save a trainer to ``folder``. A collective call.
-
-    Raises StorageError: nothing is left of what was written, and the tracker is as it was.
-    """
+    """Save a trainer to ``folder``. Collective. Raises StorageError: the tracker and earlier saves are as before."""
     config, iteration = trainer.config, trainer.iteration
     final = checkpoint_folder.checkpoint_of(folder, iteration)
     unfinished = folder / f"{final.name}.partial"

@@ -161,10 +161,7 @@ def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelS
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
-    """Parse ``--profile-steps``: first and last step of ``5-7``, or ``5`` alone, within ``steps``.
-
-    In a comparison they must lie within one block of ``block_steps``: one profiler cannot run over both sides.
-    """
+    """Parse ``--profile-steps``, ``5-7`` or ``5``, within ``steps`` and, in a comparison, one block."""
     if given is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", given.strip())

@@ -121,10 +121,7 @@ def _tokenized(files: list[Path], cache: Path) -> Path:
 
 
 def _cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
-    """Return the folder ``name`` of the cache; ``build`` fills it if it is missing.
-
-    Raises UserError: it cannot be written, another process builds it for too long, or others can have written it.
-    """
+    """Return the folder ``name`` of the cache; ``build`` fills it if it is missing. Raises UserError."""
     folder = cache / name
     if folder.exists() and not _is_own(folder):
         folder = cache / f"{name}-{os.geteuid()}"
@@ -241,7 +238,7 @@ def build_dataset(config: RunConfig, corpus: Corpus) -> Any:
 def _indices(config: RunConfig, corpus: Corpus) -> Path:
     """Return the folder of megatron-core's index files for this run, made now if it is not in the cache.
 
-    megatron-core writes them where it reads them and takes any that exist for whole, also those of a run that died.
+    megatron-core takes any that exist for whole, also those of a run that died.
     """
     changed = Path(f"{corpus.prefix}.bin").stat().st_mtime_ns  # a pair that was made again must not meet its old ones
     order = config.seed, config.shape.seq_length, config.shape.vocab_size, installed_megatron_core()

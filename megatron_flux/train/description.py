@@ -84,10 +84,7 @@ def _wandb_names(config: RunConfig) -> WandbNames:
 
 
 def _new_names(out: Path) -> WandbNames:
-    """Name a run by the scheduler's job, or by the folder's name, the time and a random part.
-
-    All repetitions of a job are one group.
-    """
+    """Name a run by the scheduler's job, with all repetitions in one group, or by folder, time and a random part."""
     job = environment.job()
     if job is None:
         name = f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

@@ -123,10 +123,7 @@ def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> No
 
 
 def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
-    """Yield ``(block, name, steps)``: baseline, flux, flux, baseline, ... until each has done ``steps``.
-
-    What they have ``done`` before is left out; the interleaving stays as it was.
-    """
+    """Yield ``(block, name, steps)``: baseline, flux, flux, baseline, ... but for the steps that each has ``done``."""
     block = 0
     for pair, begin in enumerate(range(0, steps, block_steps)):
         end = min(begin + block_steps, steps)

@@ -81,13 +81,10 @@ class ExpertShape(ModelShape):
     Norms of queries and keys, biases of QKV and gates of shared experts, which some models have, are left out.
     """
 
-    kv_channels: PositiveInt
-    """Channels of an attention head."""
+    kv_channels: PositiveInt  # channels of an attention head
     num_moe_experts: PositiveInt
-    moe_router_topk: PositiveInt
-    """Experts that a token is sent to."""
-    moe_shared_expert_intermediate_size: PositiveInt | None = None
-    """Width of the expert that sees all tokens."""
+    moe_router_topk: PositiveInt  # experts that a token is sent to
+    moe_shared_expert_intermediate_size: PositiveInt | None = None  # width of the expert that sees all tokens
 
     @property
     def experts(self) -> int | None:
@@ -164,8 +161,7 @@ EXPERTS = {
         _experts(28, 3584, 28, 4, 2560, 4096, 151936, experts=64, topk=8, shared=20480), 2, 1, 3e-4
     ),
 }
-LAYERS = ChainMap(EXPERTS, PRESETS)
-"""Models of ``bench layer``: those with experts last."""
+LAYERS = ChainMap(EXPERTS, PRESETS)  # models of ``bench layer``: those with experts last
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
@@ -174,10 +170,7 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
 
 
 def step_flops(shape: ModelShape, sequences: int, *, frozen: bool = False) -> float:
-    """Count the model FLOPs of forward and backward over ``sequences`` sequences of the whole model.
-
-    ``frozen`` weights have no wgrad; adapters beside them are left out.
-    """
+    """Count the model FLOPs of forward and backward over ``sequences``; ``frozen`` weights have no wgrad."""
     s, h = shape.seq_length, shape.hidden_size
     scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
     logits = 2 * s * h * shape.vocab_size

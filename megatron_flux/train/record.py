@@ -33,8 +33,7 @@ from megatron_flux.train.description import run_info
 from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import LocalStep, Trainer
 
-Ranks = dict[str, list[float | None]]
-"""One value per rank, None where it is not known."""
+Ranks = dict[str, list[float | None]]  # one value per rank, None where it is not known
 _OF_SAMPLES = ("operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 _MEMORY = {
     "peak-memory-bytes": "peak_memory_bytes",

@@ -26,8 +26,7 @@ class Part:
     rows: Sequence[Sequence[str]] = ()
     """Of a table. With a head their first column names the row and the others are figures; without, they are pairs."""
     head: Sequence[str] = ()
-    folded: bool = False
-    """Closed until the reader opens it."""
+    folded: bool = False  # closed until the reader opens it
 
 
 @dataclass(frozen=True)

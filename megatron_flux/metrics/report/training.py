@@ -46,8 +46,7 @@ EFFICIENCY = (
     "E is 100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM. Exposed: the time beyond "
     "the GEMM alone, including waits for peers in fused kernels."
 )
-MOST_LISTED = 16
-"""Ranks in the table; of more ranks, the slowest."""
+MOST_LISTED = 16  # ranks in the table; of more ranks, the slowest
 
 COLUMNS = {
     "own_ms": ("own (ms)", "{:,.1f}".format),

@@ -30,8 +30,7 @@ from megatron_flux.slurm.preflight import rules
 
 _MIB = {"cuda": 256, "cpu": 1}
 _ROUNDS = 5
-_LINK_S = 60.0
-"""Seconds that a wait may last while a link is measured, and half of what all of it may."""
+_LINK_S = 60.0  # seconds that a wait may last while a link is measured, and half of what all of it may
 _Pair = tuple[str, str]
 
 
@@ -114,10 +113,7 @@ def _from_all(mine: Any) -> list[Any]:
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
 ) -> dict[_Pair, float]:
-    """Measure GB/s (bus) between neighbouring nodes, by pair, in two rounds of pairs that run at once. Collective.
-
-    The last node is paired with the first where their number is even.
-    """
+    """Measure GB/s (bus) of each pair of neighbouring nodes, the last and first too if even. Collective."""
     here, count = dist.get_rank() // per_node, len(hosts)
     rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
     if count > 2 and count % 2 == 0:
@@ -137,10 +133,7 @@ def _between_neighbours(
 
 
 def _gbps(group: Any, device: torch.device) -> float:
-    """Measure the bus bandwidth of an all_reduce as NCCL's tests define it: bytes x 2 (n - 1) / n / time.
-
-    A wrong result is a :class:`FluxError` on the rank that it arrived on.
-    """
+    """Measure an all_reduce's bus bandwidth as NCCL's tests do. Raises FluxError: a wrong result on this rank."""
     n, size = group.size(), _MIB[device.type] * 2**20 // 4
     sent, best = numbers(n).to(device), float("inf")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None

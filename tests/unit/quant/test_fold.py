@@ -45,8 +45,6 @@ def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias:
 
 def test_mlps_that_cannot_be_folded() -> None:
     made = mlp()
-    with pytest.raises(UserError, match="down has activation order; fold the MLP"):
-        shard(made, 0, 2)
     with pytest.raises(UserError, match=r"of down straddle.*tp 16 are 8 a rank.*of 16; tp can be 1, 2, 4, 8"):
         fold(made, 16)
     with pytest.raises(UserError, match=r"tp 3 are 42\.6667 a rank"):

@@ -40,10 +40,8 @@ class RunFiles:
     def read(self, name: str | Path) -> dict[str, Any]:
         """Read the object in a file; empty if the file is missing, or damaged: then the reason is a problem."""
         path = self.path / name
-        if not path.exists():
-            return {}
         try:
-            return read_json_object(path)
+            return read_json_object(path) if path.exists() else {}
         except UserError as error:
             self.problems.append(f"{str(error).replace(str(path), path.name)}.")
             return {}
@@ -56,8 +54,7 @@ class RunFiles:
     @property
     def settings(self) -> dict[str, Any]:
         """The requested configuration."""
-        settings = self.config.get("config")
-        return settings if isinstance(settings, dict) else {}
+        return self.config.get("config", {})
 
     @property
     def exists(self) -> bool:

@@ -152,8 +152,7 @@ def summarize(
     loss_differences = relative_differences(baseline, flux, "lm loss")
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
-    device = info.get("device")
-    no_gpu = _STOCK_OPERATORS in fallbacks or (isinstance(device, Mapping) and device.get("kind") == "cpu")
+    no_gpu = _STOCK_OPERATORS in fallbacks or (info.get("device") or {}).get("kind") == "cpu"
     on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if no_gpu else None
     summary = {
         "schema_version": SCHEMA_VERSION,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_flux.errors import UserError, one_line, require
+from megatron_flux.errors import one_line, require
 from megatron_flux.log_once import logger
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.run_files import RunFiles
@@ -73,9 +73,9 @@ class WandbMirror:
                 logger.warning("wandb is not logged in: this run is written offline; %s", then)
             mode = "offline"
         mode = "online" if mode == "auto" else mode
-        earlier = _earlier_id(dir) if resuming else None
-        if earlier:
-            self._written = _superseded(dir)
+        earlier = None
+        if resuming and (dir / ID_FILE).exists():
+            earlier, self._written = read_json_object(dir / ID_FILE)["id"], _superseded(dir)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -177,16 +177,6 @@ def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
         for operator in serial
         if None not in (serial[operator], gemm.get(operator), compared.get(operator))
     }
-
-
-def _earlier_id(folder: Path) -> str | None:
-    """Return the id of the run that was mirrored from this folder before."""
-    file = folder / ID_FILE
-    try:
-        return str(read_json_object(file)["id"]) if file.exists() else None
-    except (UserError, KeyError) as error:
-        logger.warning("%s cannot be read (%s): wandb gets a new run", file, error)
-        return None
 
 
 def _superseded(folder: Path) -> int:

@@ -46,10 +46,7 @@ class Operands(NamedTuple):
 
 
 def device_of(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.device:
-    """Return this rank's device. Collective.
-
-    Raises UserError, with the reason, unless ``group`` can run fused kernels or its link goes by chunks.
-    """
+    """Return this rank's device. Collective. Raises UserError unless fused kernels or transfers by chunks can run."""
     device = torch.device("cuda", torch.cuda.current_device())
     if not links.by_chunks(links.probe(group, device)):
         probe = torch.empty(8, 8, dtype=dtype, device=device)

@@ -62,8 +62,7 @@ def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
 def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -> list[Case]:
     """Return the calls of one layer in one direction, sizes unchecked.
 
-    In forward QKV and FC1 gather, proj and FC2 scatter; in dgrad it is the other way round. In decode proj and FC2
-    reduce over all ranks.
+    QKV and FC1 gather in forward, proj and FC2 scatter; dgrad is the other way round. In decode proj and FC2 reduce.
     """
     ops = {"forward": (GATHERS, SCATTERS), "dgrad": (SCATTERS, GATHERS), "decode": (None, REDUCES)}[direction]
     hidden, cases = shape.hidden_size, []

@@ -249,8 +249,8 @@ def ended_after(seconds: float, error: FluxError) -> Iterator[None]:
 def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup, what: str) -> tuple[_T | None, str | None]:
     """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks.
 
-    If its peers have not come to the end of the action :data:`GRACE_S` after a rank failed, they wait for it in a
-    collective. Then that rank ends with its error, which names ``what``, and its launcher ends the others.
+    A rank that failed ends after :data:`GRACE_S`, and its launcher the others, if they wait for it in a collective of
+    ``what``.
     """
     result, mine = None, None
     try:

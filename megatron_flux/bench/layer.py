@@ -416,10 +416,9 @@ def row(workload: Workload, variant: Variant, samples: dict[str, Samples]) -> di
 
 
 def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
+    """Measure all workloads on all ranks, in Megatron's parallel state; return the summary.
 
-    The first rank writes summary, rounds and traces into the run folder, and calls ``log`` with lines for people.
-    Returns the summary, on the other ranks without the breakdowns.
+    The first rank writes summary, rounds and traces into the run folder, and calls ``log``. Others have no breakdowns.
     """
     from megatron.core import parallel_state
 

@@ -332,10 +332,9 @@ def expert_options(shape: ModelShape, tp: int, device: str) -> dict[str, Any]:
 
 
 def fix_routing(block: torch.nn.Module, tokens: int) -> None:
-    """Let every router replay one choice of experts for this rank's ``tokens``: each expert gets as many as any other.
+    """Let every router replay one choice of experts for this rank's ``tokens``, as many for each expert.
 
-    Variants round differently, so routers that choose would send a few tokens to other experts, and results could not
-    be compared. The probabilities and their gradients are the router's own.
+    Variants round differently, and would send a few tokens to other experts. Probabilities are the router's own.
     """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -376,8 +375,8 @@ def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
 def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, Any]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
-    Those whose names are ``trained`` get an fp32 ``main_grad``, into which a hook adds as Megatron's
-    DistributedDataParallel does. Others require no gradient.
+    Those ``trained``, by name, get a ``main_grad`` in fp32, to which a hook adds as Megatron's DistributedDataParallel
+    does.
     """
 
     def add(parameter: Any) -> None:

@@ -39,10 +39,9 @@ class _Log:
         self.unwritten: dict[str, float] = {}
 
     def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int]:
-        """Return the ``flux/*`` values of ``iteration``: what flux did since the previous one.
+        """Return the ``flux/*`` values of ``iteration`` since the previous one, from a report ``seen``.
 
-        ``seen``: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out:
-        graphs are replayed without a call, and what is counted beside them would pass for all.
+        With CUDA graphs counts of calls are left out: graphs are replayed without a call.
         """
         totals = counters(seen)
         row = {"flux/active_layers": seen["active_layers"]}

@@ -39,11 +39,7 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             raise UserError(f"cannot write metrics to {path}: {why}") from error
 
     def write(self, record: Record) -> None:
-        """Append one record.
-
-        Raises StorageError: the disk does not take it. Raises ValueError: it does not follow the schema, or is not
-        later than the last.
-        """
+        """Append one record. Raises StorageError: the disk does not take it; ValueError: it is wrong or not later."""
         schema.checked(record, self.last_iteration)
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
         try:

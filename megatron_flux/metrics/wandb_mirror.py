@@ -186,10 +186,9 @@ def _superseded(folder: Path) -> int:
 
 
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
+    """Return ``compare/*`` of a comparison that has ended; null if not known.
 
-    Exposed communication is in ms per iteration: by operator the median of the sampled steps that are timed, and that
-    of the traced steps.
+    Exposed communication is in ms per iteration: medians of sampled steps by operator, and of traced steps.
     """
     differences = "max_relative_loss_difference", "max_relative_grad_norm_difference"
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}

@@ -96,8 +96,8 @@ def _lines(watched: RunFiles, summary: dict[str, Any], now: float) -> Iterator[t
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
     """Describe what a run that has not ended does, and return True if it has stalled.
 
-    ``began`` and ``written`` are the Unix times of its latest start and of its last record (None: it has none),
-    ``usual`` the seconds of a step, 0 if not known.
+    Its start ``began`` and its last record was ``written`` at these Unix times; a step takes ``usual`` seconds, 0 if
+    not known.
     """
     if written is None or written < began:
         silent = math.floor(max(0.0, now - began))

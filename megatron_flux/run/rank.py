@@ -56,10 +56,9 @@ def set_nccl_link(link: str | None) -> None:
 
 @contextmanager
 def process_group(device_type: str, link: str | None, timeout: float | None = None) -> Iterator[torch.device]:
-    """Open torch.distributed's group of all ranks, over NCCL or, on CPUs, gloo; yield this rank's device.
+    """Open the group of all ranks, over NCCL or, on CPUs, gloo; yield this rank's device.
 
-    NCCL uses no stronger ``link``; a collective waits ``timeout`` seconds. On an error the group stays as it is:
-    tearing it down would wait for peers that may have exited.
+    On an error it stays as it is: tearing it down would wait for peers that may have exited.
     """
     device, longest = torch.device("cpu"), None if timeout is None else timedelta(seconds=timeout)
     if device_type == "cuda":
@@ -142,8 +141,7 @@ def introduce_launcher() -> None:
 def end_with_parent() -> None:
     """End quietly on Ctrl-C, and when the launcher is killed: nothing else would stop this process.
 
-    The launcher may have been killed while this process was importing torch. torchrun does not introduce itself: ranks
-    that it leaves behind as it starts them end when they cannot reach the others.
+    It may have been killed while this process imported torch. torchrun does not introduce itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":

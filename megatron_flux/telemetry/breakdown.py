@@ -84,10 +84,9 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank``.
+    """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank`` over ``steps``, first to last.
 
-    ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step, or
-    nothing ran on a GPU.
+    Raises ValueError: the trace has no range of a step, or nothing ran on a GPU.
     """
     events = _complete(trace)
     windows, work = _ranges(events, STEP, "user_annotation"), _on_gpu(events)

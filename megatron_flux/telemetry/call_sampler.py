@@ -139,8 +139,7 @@ def _medians(rounds: list[Baseline]) -> Baseline:
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
     """Return ``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None if not known.
 
-    A sum by operator is null if the value of one of its calls is: of a GEMM that was not measured, or of a comparison
-    that is withheld.
+    A sum by operator is null if a call's GEMM was not measured, or its comparison is withheld.
     """
     rows = [_row(call, times[call], baselines[call], clock) for call in sorted(times, key=str)]
     by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)

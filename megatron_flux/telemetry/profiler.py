@@ -43,10 +43,10 @@ class StepProfiler:
     def __init__(
         self, first: int, last: int, folder: Path, *, rank: int, device: torch.device, nvtx: bool = False
     ) -> None:
-        """Wait until the step ahead of ``first``, which is 2 or more. ``folder`` gets the files.
+        """Wait until the step ahead of ``first``, which is 2 or more.
 
-        With ``nvtx`` ranges are NVTX's, and instead of torch.profiler the capture of an nsys around this process runs
-        (``nsys profile --capture-range=cudaProfilerApi``): no file is written.
+        With ``nvtx`` an nsys around this process captures (``--capture-range=cudaProfilerApi``), and no file is
+        written.
         """
         self.first, self.last, self.folder = first, last, folder
         self._rank, self._device, self._nvtx = rank, device, nvtx

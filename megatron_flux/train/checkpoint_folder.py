@@ -155,10 +155,9 @@ def is_saved(config: RunConfig) -> bool:
 
 
 def check_resume(config: RunConfig) -> dict[str, Any]:
-    """Check that ``config.load`` fits this run, and that something is left to do.
+    """Check that ``config.load`` fits, and leaves something to do; return its description.
 
-    Returns the description of the checkpoint (of baseline's in a comparison); empty where nothing is resumed: without
-    ``load``, or where adapters begin beside loaded weights.
+    That is baseline's in a comparison, and empty without ``load`` or where adapters begin beside loaded weights.
     """
     if config.load is None:
         if config.ckpt_step is not None:

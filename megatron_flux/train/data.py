@@ -58,10 +58,9 @@ def find_sources(data: list[Path]) -> list[Path] | Path:
 
 
 def prepare(config: RunConfig) -> Corpus:
-    """Return the indexed dataset of a run's text, tokenized and indexed now if it is not in the cache.
+    """Return the indexed dataset of a run's text, made now if it is not in the cache. Raises UserError.
 
-    Call it before there are process groups, in which megatron-core has ranks wait for the first one. Raises UserError:
-    tokens outside the vocabulary, or no text.
+    Call it before there are process groups, in which megatron-core has ranks wait for the first one.
     """
     sources, vocab_size = find_sources(config.data), config.shape.vocab_size
     if isinstance(sources, Path):
@@ -280,10 +279,9 @@ def _dataset(config: RunConfig, corpus: Corpus, indices: Path) -> Any:
 
 
 class MicroBatches:
-    """An endless iterator over this rank's micro-batches of a dataset, after ``consumed`` sequences of all ranks.
+    """Iterates without end over this rank's micro-batches of a dataset, after ``consumed`` sequences of all ranks.
 
-    Each is ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``. The
-    order of sequences does not depend on the number of ranks.
+    Each has ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, all ``[micro_batch_size, seq_length]``.
     """
 
     def __init__(self, config: RunConfig, dataset: Any, dp_rank: int, device: torch.device) -> None:

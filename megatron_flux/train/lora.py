@@ -47,10 +47,9 @@ def add_adapters(
     targets: Sequence[str] = LORA_TARGETS,
     init_b: Init = torch.nn.init.zeros_,
 ) -> None:
-    """Freeze ``model``, built from the TransformerConfig ``config``, and wrap every linear that ``targets`` names.
+    """Freeze ``model`` and wrap every linear that ``targets`` names. Raises FluxError: there is none.
 
-    A starts from Xavier's normal distribution and B from zero, so that the model is at first what it was. ``rank`` is a
-    multiple of the tensor-parallel size. Raises FluxError: no linear has such a name.
+    A starts from Xavier's normal distribution and B from zero. ``rank`` is a multiple of the tensor-parallel size.
     """
     model.requires_grad_(False)
     found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in targets]

@@ -22,10 +22,9 @@ from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 @contextmanager
 def process_groups(config: Any, *, ep: int = 1) -> Iterator[torch.device]:
-    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+    """Open torch.distributed and Megatron's parallel state for ``config``; yield the device.
 
-    ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait. With
-    ``ep`` that many ranks have whole experts of their own. Raises RendezvousError: the ranks have not found each other.
+    With ``ep`` that many ranks have whole experts. Raises RendezvousError: the ranks have not found each other.
     """
     from megatron.core import parallel_state
 

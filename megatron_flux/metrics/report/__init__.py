@@ -17,10 +17,9 @@ from megatron_flux.metrics.table import counted, memory, relative, short, shown
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write ``report.html`` about run folders, or folders of them, into ``out``, and return its path.
+    """Write ``report.html`` about run folders, or folders of them, into ``out``; return its path.
 
-    A run that was killed has no ``summary.json``: its figures are computed from the records, and the report says so.
-    Raises UserError: there is no run folder, or ``out`` cannot be written.
+    Without ``summary.json``, after a kill, figures are computed from the records. Raises UserError.
     """
     return strict_json.write_text(out / "report.html", page.html(*make_chapters(load_all(paths))))
 

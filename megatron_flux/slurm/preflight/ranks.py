@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def _choose_link(expected: rules.Expected, device: torch.device) -> None:
-    """Measure what a rank receives through host memory and through peers' memory while all tensor-parallel groups send.
+    """Measure what ranks receive through host memory and through peers' while all tensor-parallel groups send.
 
-    Rank 0 writes the faster link, by its slowest rank, and why into ``FOLDER/link``; none where neither can be had.
-    Through peers' memory wrong bytes may arrive, or none, which ends a rank: what is in the file by then holds.
+    Rank 0 writes the faster link and why into ``FOLDER/link``. Peers' memory may end a rank: what is there by then
+    holds.
     """
     group, _ = dist.new_subgroups(expected.host_tp, timeout=timedelta(seconds=_LINK_S))
     rates, said = {"none": 0.0}, ""

@@ -75,7 +75,10 @@ class WandbMirror:
         mode = "online" if mode == "auto" else mode
         earlier = None
         if resuming and (dir / ID_FILE).exists():
-            earlier, self._written = read_json_object(dir / ID_FILE)["id"], _superseded(dir)
+            earlier = read_json_object(dir / ID_FILE)["id"]
+            # What an earlier start recorded, and so mirrored, beyond the checkpoint.
+            others = (RecordTail(file).records for file in dir.glob("metrics.jsonl.superseded-*"))
+            self._written = max((record["iteration"] for records in others for record in records), default=0)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -177,12 +180,6 @@ def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
         for operator in serial
         if None not in (serial[operator], gemm.get(operator), compared.get(operator))
     }
-
-
-def _superseded(folder: Path) -> int:
-    """Return the last iteration that an earlier start recorded, and so mirrored, beyond the checkpoint; or 0."""
-    files = folder.glob("metrics.jsonl.superseded-*")
-    return max((record["iteration"] for file in files for record in RecordTail(file).records), default=0)
 
 
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -100,17 +101,13 @@ class Sampler:
         times = {call: taken for call, taken in collected.items() if not isinstance(call, GradientReduction)}
         self.reduction_ms = sum(taken.milliseconds for call, taken in collected.items() if call not in times)
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
-        for call in sorted(times, key=_same_on_all_ranks):
+        shape = attrgetter("operator", "m", "n", "k", "transposed", "backend", "wire", "group_name")
+        for call in sorted(times, key=lambda call: (_numbers(call), *shape(call))):
             rounds = self._rounds[call]
             if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
                 rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
         clock = None if self.reading is None else self.reading.sm_clock_mhz
         return overlap(times, {call: _medians(self._rounds[call]) for call in times}, clock)
-
-
-def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
-    shape = call.operator, call.m, call.n, call.k, _numbers(call), call.transposed
-    return *shape, call.backend, call.wire, call.group_name
 
 
 def _numbers(call: Call) -> str:

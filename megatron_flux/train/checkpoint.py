@@ -113,11 +113,12 @@ def load(trainer: Trainer, folder: Path) -> None:
 def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> None:
     config = trainer.config
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
-    adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
-    if adam is not None:  # megatron-core describes its state before loading, step count included
-        distributed, inner = adam
-        distributed.init_state_fn(inner)
-        for state in inner.state.values():
+    # One distributed optimizer, since these models have no experts. Its Adam may be TransformerEngine's or Apex's.
+    (distributed,) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    by_torch = config.distributed_optimizer and isinstance(distributed.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if by_torch:  # megatron-core describes its state before loading, step count included
+        distributed.init_state_fn(distributed.optimizer)
+        for state in distributed.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
     state = _state(trainer, is_loading=True)
     if not same_layout:
@@ -126,8 +127,8 @@ def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> 
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
     loaded = _read(state, checkpoint)
     trainer.model.load_state_dict(loaded["model"])
-    if adam is not None:
-        _load_torch_adam(*adam, loaded["optimizer"])
+    if by_torch:
+        _load_torch_adam(distributed, loaded["optimizer"])
     else:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
     for group in trainer.optimizer.param_groups:  # a checkpoint's rates would win over this run's
@@ -211,14 +212,7 @@ def _on_first_rank(work: Callable[[], _T]) -> _T:
     return box[0]
 
 
-def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
-    """Return the distributed optimizer and torch's Adam inside it, or None if Adam is TransformerEngine's or Apex's."""
-    (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])  # one: these models have no experts
-    adam = distributed.optimizer
-    return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
-
-
-def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+def _load_torch_adam(distributed: Any, loaded: dict[str, Any]) -> None:
     """Do ``distributed.load_state_dict`` without its two failures on torch's Adam.
 
     megatron-core wants torch's step count among the checkpoint's tensors, which keeps it with the parameter groups. So:
@@ -226,10 +220,11 @@ def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict
     each would then count up: every parameter gets its own again.
     """
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
-    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    states = distributed.optimizer.state
+    steps = {parameter: state.pop("step") for parameter, state in states.items()}
     distributed.load_parameter_state_from_fully_reshardable(loaded["param_state"])
     for parameter, step in steps.items():
-        adam.state[parameter]["step"] = step.clone()
+        states[parameter]["step"] = step.clone()
 
 
 def _model_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Compare the results of variants of ``bench layer``: on one step over all ranks, before anything is timed.
 
-Variants share weights and input, so results can be subtracted. Two correct variants differ by rounding alone: other
-GEMM kernels, other orders of adding partial sums; through a few bf16 layers that is about one per cent. A lost shard, a
-stale buffer or a missing gradient is far above it, if it is looked for in the right place:
+Variants share weights and input, so results can be subtracted. Two correct variants differ by rounding alone: through a
+few bf16 layers that is about one per cent. A lost shard, a stale buffer or a missing gradient is far above it, if it is
+looked for in the right place:
 
 * output and input gradient are compared without what the residual connections carry past the layers unchanged;
 * weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
@@ -11,8 +11,6 @@ stale buffer or a missing gradient is far above it, if it is looked for in the r
 In FP8 one bit of bf16 between two variants may become one of FP8, sixteen times as large and more, where the next
 linear quantises. That takes two correct variants no further apart than what rounding to FP8 changes at all, and
 :data:`LARGEST_ROUNDING` bounds that.
-
-All functions but :func:`rounded` are collective.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Start commands: describe the run, make its folder, start its ranks.
 
-    if start.described(dry_run, describe, out): return              # checks the folder; a dry run ends here
-    start.on_ranks(command, about, module, argument, ranks, left=...)
-
 Under a launcher of the user's own (torchrun, srun) each process is a rank, and does its work here.
 """
 

@@ -1,11 +1,9 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs after every training
-step, so a row counts what happened since the previous step was logged, an evaluation in between included.
-
-Every ``--flux-sample-interval`` steps one is sampled: times of operator calls, and this rank's GPU. Megatron-LM calls
-nothing before a step, so a sample lasts from the end of the step before; the next row that is written has it. Ranks of
-a tensor-parallel group measure GEMMs of new shapes together, so every rank samples, whichever writes.
+Names and units are those of docs/metrics.md. A row counts what happened since the previous step was logged, an
+evaluation in between included. Every ``--flux-sample-interval`` steps one is sampled: times of operator calls, and this
+rank's GPU. Megatron-LM calls nothing before a step, so a sample lasts from the end of the step before. Ranks of a
+tensor-parallel group measure GEMMs of new shapes together, so every rank samples, whichever writes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Whole checkpoints: every MLP's activation order is folded, everything else stays as it is, byte for byte.
 
 What comes out is an ordinary GPTQ checkpoint with the same tensors, shapes and files: columns of gate and up, rows of
-down and the ``g_idx`` of down have another order, and every loader computes what it did before.
+down and the ``g_idx`` of down have another order. Files are safetensors, by Llama's names (``*.gate_proj``,
+``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``).
 
-Files are safetensors, by Llama's names (``*.gate_proj``, ``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or
-GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``). A folder from somebody else is not trusted: the safetensors library
-checks headers against sizes, neither names in an index nor links leave the folder, pickles are not opened, and all is
-checked before anything is written. The result is made in a folder beside the target and takes its name when it is
-whole. In memory is one MLP at a time.
+A folder from somebody else is not trusted: neither names in an index nor links leave the folder, pickles are not
+opened, and all is checked before anything is written. The result is made in a folder beside the target and takes its
+name when it is whole. In memory is one MLP at a time.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 An MLP ``act(x @ W1) @ W2`` has activation orders ``P1`` and ``P2``; FC2 wants its inputs sorted by ``P2``. Stored are
 ``W1[:, P2]`` with its scales, zero points and bias, and ``W2[P2, :]``, whose groups now stand beside each other. The
-outputs are the same, and rank ``r``'s columns of FC1 are exactly rank ``r``'s rows of FC2. Gate and up both get ``P2``
-on all their columns, so one folded checkpoint serves every tp that divides. ``P1`` stays FC1's own: a loader sorts its
-rows, and its input with them, on each rank alone.
-
-Equal to the last bit but for the order in which FC2's products are added. Refused, with the reason:
+outputs are the same up to the order of FC2's sums, and rank ``r``'s columns of FC1 are exactly rank ``r``'s rows of
+FC2. Gate and up both get ``P2`` on all their columns, so one folded checkpoint serves every tp that divides. ``P1``
+stays FC1's own: a loader sorts its rows, and its input with them, on each rank alone. Refused, with the reason:
 
 * gate and up with different orders: their GEMM has one input;
 * an ungrouped order of FC2, whose groups differ in size: no rank could begin at the beginning of a group;

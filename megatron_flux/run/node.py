@@ -7,16 +7,14 @@ It does what ``torch.distributed.run`` does, and five things that a job of many 
 * SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
   process of a step, and the launcher must outlive the checkpoint that the signal asks for.
 * SIGTERM is passed on to the ranks, once, and they are watched as before: torch's launcher would no longer look if one
-  of them fails, kill them after half a minute, and leave at a second SIGTERM, which Slurm may send. Here Slurm's own
-  SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
+  of them fails, kill them after half a minute, and leave at a second SIGTERM, which Slurm may send. Slurm's own SIGKILL
+  is the limit. Ranks that end of the SIGTERM are no failure.
 * ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line,
   ``0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)``. It sorts before the lines of what failed in its wake: by
   the kind of cause, then by the number of notes that existed before, since nodes' clocks may differ. Ranks that were
-  stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others waited for:
-  their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's processes before
-  it ends them, so the launcher looks every :data:`LOOK_S`.
-
-Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors of torch 2.11.
+  stopped, or do not end within :data:`GRACE_S` of SIGTERM, are what the others waited for: their lines in
+  ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's processes before it ends them,
+  so the launcher looks every :data:`LOOK_S`.
 """
 
 from __future__ import annotations

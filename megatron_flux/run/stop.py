@@ -1,17 +1,16 @@
 """Stop requests: end after the step in which a signal arrives, on all ranks alike, with a checkpoint.
 
 A cluster signals some minutes before a job's time is up (SIGUSR1), or takes the node back with SIGTERM and, half a
-minute later, SIGKILL. Both make a rank stop in order. But SIGTERM has other meanings, too: a launcher sends it to
-what a rank that failed has left, Slurm to the tasks of a step of which one has failed, and the kernel to ranks whose
-launcher is gone (:func:`megatron_flux.run.rank.end_with_parent`). Then peers are missing, and a rank that waited for
-the end of its step would wait in a collective that never ends. So :class:`Peers` says if the run has failed, and then
-SIGTERM ends the process at once, as if nobody listened.
+minute later, SIGKILL. Both make a rank stop in order. But a launcher also sends SIGTERM to what a rank that failed has
+left, Slurm to the tasks of a step of which one has failed, and the kernel to ranks whose launcher has exited. A rank
+that waited for the end of its step would then wait in a collective that never ends. So :class:`Peers` says if the run
+has failed, and then SIGTERM ends the process at once.
 
 Hazards
     * The main thread may be in a collective, where Python runs no handler. What notices SIGTERM is a thread of its own,
       woken by the file descriptor that Python writes a signal's number to in whichever thread the signal comes.
-    * Slurm signals every process of a step, and the launcher signals its ranks again: SIGTERM comes twice. The second
-      one means nothing new here: it is for launchers to end a run at once.
+    * Slurm signals every process of a step, and the launcher signals its ranks again: a second SIGTERM means nothing
+      new here. It is for launchers to end a run at once.
     * Compilers may take SIGUSR1 over (:mod:`megatron_flux.kernels.signals` says how, and watches Triton's, but not
       torch.compile's): it is taken back after every step, and the sender repeats it until the run has ended.
 """

@@ -1,9 +1,8 @@
 """Check a job's layout without a GPU: build one layer of each pipeline stage as one of its ranks, and run it.
 
 Over torch's ``fake`` process group, which communicates nothing, megatron-core initialises its parallel state as the
-first rank of each stage. One layer runs there, patched, over meta tensors (shapes without data); all other ranks of the
-stage have the same shapes. Whatever does not divide (heads, hidden size, MLP, vocabulary, sequence) fails as it would
-in the job, and fallbacks are errors. Attention's core is left out: it has no linear layer.
+first rank of each stage. One layer runs there, patched, over meta tensors (shapes without data). Whatever does not
+divide fails as it would in the job, and fallbacks are errors. Attention's core is left out: it has no linear layer.
 
 Hazard: parallel state is one per process, so nothing else in the process may use it meanwhile.
 """

@@ -1,10 +1,8 @@
 """Cluster profiles: field types, models read from YAML, and the profile itself.
 
-Every value is refused here, or harmless where it ends up. Values go to two places. ``#SBATCH`` lines are read by Slurm,
-whose versions share no quoting: those values hold only letters without a meaning to it. All else is a shell word: any
-text without control characters, which scripts quote.
-
-Nothing of a site is assumed: a script asks for partition, account, modules, container and virtual environment only
+Every value is refused here, or harmless where it ends up. ``#SBATCH`` lines are read by Slurm, whose versions share no
+quoting: those values hold only letters without a meaning to it. All else is a shell word: any text without control
+characters, which scripts quote. A script asks for partition, account, modules, container and virtual environment only
 where a profile names them.
 """
 

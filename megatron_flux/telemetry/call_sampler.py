@@ -4,11 +4,9 @@ Names, units and meanings are those of docs/metrics.md, of this rank. :mod:`ops.
 
 Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend): a short burst of each after each of
 the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its clock as low as training has made
-them. (Longer bursts run at the power limit, a step clocks higher, and calls would seem to beat their GEMM.) Even so the
-clock is not the step's. Where that could be much of what the collective takes, the comparison is withheld.
-
-Operands are random, since zeros make a GEMM draw less power and run faster. Their generator leaves training's random
-numbers as they are. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
+them. Even so the clock is not the step's. Where that could be much of what the collective takes, the comparison is
+withheld. Operands are random, since zeros make a GEMM draw less power and run faster; their generator leaves training's
+random numbers as they are. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Profile some steps of a training with torch.profiler: one trace per rank, and where rank 0's time went.
 
-    profiler = StepProfiler(5, 7, folder, ...)
-    for iteration in ...:
-        with profiler.step(iteration):     # also names the step for nsys
-            ...
-    profiler.close()
-
 Files, in ``folder``::
 
     trace/rank00000.json.gz      Chrome trace of a rank, with ranges of every operator call, of steps and optimizer
     breakdown.json               where the time of rank 0's GPU went (:mod:`telemetry.breakdown`)
 
-The profiler starts in the step before the first one. Host and GPU are both recorded, since ranges are the host's; that
-slows the host, and small models show gaps that they do not have otherwise.
-ui.perfetto.dev opens several traces together.
+Host and GPU are both recorded, since ranges are the host's; that slows the host, and small models show gaps that they
+do not have otherwise. ui.perfetto.dev opens several traces together.
 """
 
 from __future__ import annotations

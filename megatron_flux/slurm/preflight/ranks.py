@@ -1,10 +1,9 @@
 """Check all nodes together before a job: do they match, can all ranks reach each other, and how fast.
 
-torch.distributed.run starts it on all nodes. The ranks of each node, of all nodes and of neighbouring nodes reduce over
-the transport that training uses. Rank 0 compares the nodes' reports, and the speeds with the profile's floors. It
-writes speeds to ``FOLDER/together.json``, problems to ``FOLDER/together.problems``; with any, rank 0 fails.
-
-Over the link p2p they then measure what flux shall send through (:func:`_choose_link`).
+The ranks of each node, of all nodes and of neighbouring nodes reduce over the transport that training uses. Rank 0
+compares the nodes' reports, and the speeds with the profile's floors. It writes speeds to ``FOLDER/together.json``,
+problems to ``FOLDER/together.problems``; with any, rank 0 fails. Over the link p2p they then measure what flux shall
+send through (:func:`_choose_link`).
 """
 
 from __future__ import annotations

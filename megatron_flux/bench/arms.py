@@ -61,7 +61,6 @@ class Arm:
 
 
 def _nccl() -> Version:
-    """Return the version of the NCCL that torch has loaded."""
     return Version(".".join(map(str, torch.cuda.nccl.version())))
 
 

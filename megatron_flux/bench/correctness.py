@@ -102,7 +102,6 @@ def _norms(tensors: Result, ranks: dist.ProcessGroup) -> list[float]:
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a matrix times a fixed random vector, and a vector as it is."""
     if gradient.dim() == 1:
         return gradient.clone()
     generator = torch.Generator(device=gradient.device).manual_seed(2)

@@ -138,7 +138,6 @@ class LayerBench:
             torch.cuda.empty_cache()
 
     def _variants(self, stack: ExitStack) -> list[Variant]:
-        """Build and warm up every variant that can run here."""
         ready = []
         # Others' weights first, which sharded layers are made from.
         for name in sorted(self.config.variants, key=lambda name: variants.base_of(name) in variants.FSDP):

@@ -33,8 +33,6 @@ from megatron_flux.ops.fp8_operand import Fp8Operand
 
 
 class _Replaced(torch.autograd.Function):
-    """A collective whose forward and backward are these functions."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Any, backward: Any) -> Any:
         ctx.of_backward = backward

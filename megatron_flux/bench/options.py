@@ -34,8 +34,6 @@ _fp8 = partial(option, None, long="fp8-recipe")
 
 
 class _Measured(Options):
-    """How a benchmark measures."""
-
     group: ClassVar[str] = "Measuring"
 
     rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
@@ -45,8 +43,6 @@ class _Measured(Options):
 
 
 class _Calls(LinkOptions):
-    """Operator calls and where they run, of ``bench ops`` and ``tune``."""
-
     group: ClassVar[str] = "Calls"
 
     preset: list[str] = option(BY_DEFAULT, f"Models whose linears are called: {', '.join(PRESETS)}.")
@@ -335,5 +331,4 @@ def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[st
 
 
 def _recipes(fp8: Sequence[Recipe] | None) -> list[Recipe | None]:
-    """Return the recipes, each once; None of bf16 alone."""
     return list(dict.fromkeys(fp8)) if fp8 else [None]

@@ -93,7 +93,6 @@ def _gathers(cases: Iterable[Case]) -> list[Case]:
 
 
 def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str) -> OperatorCall:
-    """Return the call, on operands of its own."""
     if case.op == "all_gather":
         kind, wire = (dtype, wire) if case.fp8 is None else (GATHERED_AS, EXACT)
         x = torch.randn(case.m // group.size(), case.k, device=device).to(kind)

@@ -79,7 +79,6 @@ class Parser(argparse.ArgumentParser):
     """The parser of one command, whose errors are one line and know what a wrong option may have meant."""
 
     def __init__(self, model: type[Options], *, prog: str, about: str, launches: bool) -> None:
-        """Add the options of ``model`` under the headings of its classes."""
         usage = "%(prog)s [options]" if launches else None
         super().__init__(prog=prog, description=about, usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
         self.model = model
@@ -133,13 +132,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """List the types and values in ``annotation``."""
     inner = get_args(annotation)
     return [leaf for part in inner for leaf in _leaves(part)] if inner else [annotation]
 
 
 def _metavar(field: FieldInfo) -> str:
-    """Return the values of a choice, else the type of the value."""
     leaves = _leaves(field.annotation)
     if choices := [leaf for leaf in leaves if isinstance(leaf, str)]:
         return f"{{{','.join(choices)}}}"
@@ -147,7 +144,6 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _help(field: FieldInfo) -> str:
-    """Return the description, with the default where there is one to name."""
     default = ",".join(map(str, field.default)) if isinstance(field.default, list) else field.default
     default = "on" if default is True else default
     shown = "" if field.is_required() or default in (None, "", False) else f" [{default}]"

@@ -183,7 +183,6 @@ _STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
 
 
 def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:
-    """Return the backends of the sampled calls, and of those that were counted."""
     calls = [call.get("backend") for record in flux for call in record.get("flux/calls") or []]
     return {str(backend) for backend in calls if backend} | ({"reference"} if _STOCK_OPERATORS in fallbacks else set())
 

@@ -113,7 +113,6 @@ class WandbMirror:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Log a failure inside and end mirroring."""
         try:
             yield
         except KeyboardInterrupt:
@@ -144,7 +143,6 @@ class WandbMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """End the run, as failed when an exception passes."""
         opened, self._open = self._open, None
         if opened is not None:
             with self._guarded():

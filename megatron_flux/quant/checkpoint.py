@@ -206,7 +206,6 @@ def _quantization(folder: Path) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> list[str]:
-    """List the safetensors files: those of the index, where there is one."""
     if (folder / INDEX).is_file():
         named = _json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):

@@ -31,7 +31,6 @@ class MLP:
     second: GPTQLinear
 
     def __post_init__(self) -> None:
-        """Check the shapes. Raises UserError: linears that do not fit together."""
         for linear in self.first:
             if linear.n != self.second.k or linear.k != self.first[0].k:
                 must = f"beside {self.second.name} it must be {self.first[0].k} to {self.second.k}"

@@ -174,7 +174,6 @@ _CANNOT_RUN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_
 
 
 def _states() -> dict[str, str]:
-    """Return the state of each rank's process."""
     states: dict[str, str] = {}
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, KeyError):
@@ -189,7 +188,6 @@ def _stopped(number: int) -> int:
 
 
 def _no_meeting(cause: str, words: list[str]) -> str:
-    """Return what to do if the nodes' launchers have not met."""
     given = run.parse_args(words)
     at = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in cause:

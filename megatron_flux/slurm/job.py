@@ -108,7 +108,6 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
 
 
 def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | None) -> None:
-    """Refuse wire formats that tensor-parallel groups over ``link`` cannot use."""
     if link in ("host", "p2p") and job.tp > 1:
         return
     for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():

@@ -145,7 +145,6 @@ def resume(what: Resumption) -> str:
 
 
 def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
-    """Say what each unfinished repetition will begin with, by index."""
     there = {repetition.index: repetition for repetition in status.repetitions(root)}
     array = re.match(r"0-(\d+)", directive(script, "array"))
     indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]

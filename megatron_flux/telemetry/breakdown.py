@@ -143,7 +143,6 @@ def _ranges(events: list[dict[str, Any]], name: str, kind: str) -> _Intervals:
 
 
 def _on_gpu(events: list[dict[str, Any]]) -> dict[str, _Intervals]:
-    """Return when each category ran."""
     found = []
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):

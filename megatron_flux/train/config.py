@@ -150,7 +150,6 @@ def resolve(
 
 
 def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelShape:
-    """Return the preset's shape with the options' sizes."""
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     heads = options.num_attention_heads
     if heads and not options.num_query_groups:
@@ -178,7 +177,6 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
 
 
 def _check(run: RunConfig) -> None:
-    """Check that everything fits together."""
     _check_backends(run)
     _check_transformer_engine(run)
     if run.cuda_graph_impl != "none":
@@ -257,7 +255,6 @@ def _named_backends(run: RunConfig) -> list[str]:
 
 
 def _check_transformer_engine(run: RunConfig) -> None:
-    """Check what its layers, FP8 recipes and CUDA graphs need."""
     te, device = "transformer_engine", run.device
     if run.fp8 is not None and run.transformer_impl != te:
         needs = "needs TransformerEngine's layers; give --transformer-impl transformer_engine"

@@ -111,7 +111,6 @@ def _is_text(path: Path) -> bool:
 
 
 def _tokenized(files: list[Path], cache: Path) -> Path:
-    """Return the prefix of the pair in the cache."""
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()

@@ -70,7 +70,6 @@ def without_gpu(config: RunConfig) -> str:
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:
-    """Return the names in the run folder if it is resumed, else new ones, which no other run has."""
     names = _new_names(config.out)
     if config.load is not None and (config.out / folder.CONFIG).exists():
         names = load_wandb_names(config)

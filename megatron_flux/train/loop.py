@@ -115,7 +115,6 @@ def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[
 
 
 def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
-    """Log a step on rank 0, every ``config.log_interval`` steps and at the end."""
     if iteration % config.log_interval == 0 or iteration == config.steps:
         text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
         text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
@@ -134,7 +133,6 @@ def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tup
 
 
 def _how_it_ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> str:
-    """Return how the run ended, and what can be done next, in one line."""
     report = f"megatron-flux report {shlex.quote(str(config.out))}"
     if stopped:
         left = "not saved: --save was not given"

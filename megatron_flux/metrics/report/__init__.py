@@ -34,7 +34,6 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 
 def _overview(runs: Sequence[Run]) -> Chapter:
-    """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
     head: tuple[str, ...] = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
     parts = [Part("overview", "Training runs", rows=[*map(_row, runs)], head=head)]
     rows = [(name, *values) for name, values in differences(runs).items()]

@@ -125,7 +125,6 @@ def _subtitle(run: Run) -> str:
 
 
 def _breakdown(run: Run) -> Part | str:
-    """Show the traced steps' time by category, in a table."""
     if not (found := run.breakdowns):
         return "no step was traced on a GPU; --profile-steps traces some."
     about, columns = [], []

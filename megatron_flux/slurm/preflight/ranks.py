@@ -91,7 +91,6 @@ def _write_link(expected: rules.Expected, rates: dict[str, float], why: str) -> 
 def _publish(
     expected: rules.Expected, everywhere: float, within: dict[str, float], between: dict[_Pair, float]
 ) -> None:
-    """Print and write the measured speeds."""
     print(f"megatron-flux: pre-flight: all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)")
     pairs = {" ".join(pair): value for pair, value in between.items()}
     for where, speeds in (("within nodes", within), ("between neighbouring nodes", pairs)):
@@ -103,7 +102,6 @@ def _publish(
 
 
 def _from_all(mine: Any) -> list[Any]:
-    """Gather every rank's value, by rank. Collective."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found

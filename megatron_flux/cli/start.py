@@ -54,8 +54,7 @@ def benchmark(module: str, about: str, run: Any, options: Any, more: Mapping[str
     if described(dry_run, describe, out, overwrite=overwrite):
         return
     if rank.is_first():
-        with folder.made(out, describe(), overwrite=overwrite):
-            pass  # it stays if ranks refuse the run
+        folder.make(out, describe(), overwrite=overwrite)
     left = f"what was measured is in {out}"
     on_ranks(command, f"{about}, run folder {out}", module, run.model_dump_json(), run.tp, left=left)
 

@@ -57,6 +57,12 @@ def check_writable(folder: Path, option: str) -> Path:
     return there
 
 
+def make(out: Path, description: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make the run folder, which stays if ranks refuse the run; an earlier run in it is deleted."""
+    with made(out, description, overwrite=overwrite):
+        pass
+
+
 @contextmanager
 def made(out: Path, description: Mapping[str, Any], *, overwrite: bool, resuming: bool = False) -> Iterator[None]:
     """Make the run folder with ``description`` as its ``config.json``, and hold it for the run inside the context.

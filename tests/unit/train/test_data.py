@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,6 @@ from megatron_flux.errors import UserError
 from megatron_flux.train import config, data
 from megatron_flux.train.options import TrainOptions
 from tests.small_disk import small_disk
-from tests.unit.train.test_unpickling import Planted
 
 
 def documents(found: data.Corpus) -> list[bytes]:
@@ -136,16 +134,6 @@ def test_runs_that_begin_at_once_build_once(folder: Path, tmp_path: Path, monkey
         found = list(pool.map(lambda _: data.prepare(run_on(folder, tmp_path / "cache")), range(2)))
     assert found[0] == found[1]
     assert built == ["bytes", "indices"]
-
-
-def test_a_pickle_in_place_of_an_index_is_not_loaded(folder: Path, tmp_path: Path) -> None:
-    run = run_on(folder, tmp_path / "cache")
-    data.build_dataset(run, data.prepare(run))
-    (index,) = (tmp_path / "cache").glob("indices-*/*shuffle_index.npy")
-    index.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
-    with pytest.raises(UserError, match=r"indices-\w+ is damaged: .*; remove it"):
-        data.build_dataset(run, data.prepare(run))
-    assert not (tmp_path / "ran").exists()
 
 
 class Numbered:

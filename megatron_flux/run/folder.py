@@ -70,10 +70,6 @@ def made(out: Path, description: Mapping[str, Any], *, overwrite: bool, resuming
     ``overwrite`` replaces an earlier run, ``resuming`` goes on in its folder. If ranks refuse the run (UserError,
     RendezvousError) before it has begun, a new folder is removed, and an earlier run is as it was. Raises UserError:
     the folder is taken, or cannot be written.
-
-    ``description`` goes into its ``config.json``. ``overwrite`` replaces an earlier run, ``resuming`` goes on in its
-    folder. If ranks refuse the run (UserError, RendezvousError) before it has begun, a new folder is removed, and an
-    earlier run is as it was. Raises UserError: the folder is taken, or cannot be written.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
     check_free(out, overwrite=overwrite, resuming=resuming)

@@ -115,16 +115,14 @@ def die() -> None:
 class StopRequest:
     """Ends a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
 
-    The signal reaches the ranks at different moments, some of them a step apart, so they agree after every step; the
-    handler itself only takes a note.
-
+    The signal reaches the ranks at different moments, so they agree after every step; the handler only takes a note.
     Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the
     rank along. So the main thread blocks SIGUSR1, which threads and processes inherit: it stays pending until it is
     looked for. Older threads do not block it: there the handler hears it. SIGTERM and SIGINT are not blocked: what a
     rank has started must be able to die of them. A thread notes these two, unless the run has failed.
 
-    A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
-    when it ends, puts signals that have handlers back to what kills a process. For the main thread.
+    After the context the signal is ignored: it may come again until the process has ended, and Python, when it ends,
+    puts signals that have handlers back to what kills a process. For the main thread.
     """
 
     def __init__(self, device: torch.device, peers: Peers | None = None) -> None:

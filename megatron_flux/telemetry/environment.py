@@ -80,11 +80,9 @@ def device_name() -> str:
 def link(asked: str | None = None) -> dict[str, Any]:
     """Return how the GPUs of this machine reach each other. Makes no CUDA context if NVML can be asked.
 
-    ``asked``: the strongest link to use, instead of ``MEGATRON_FLUX_LINK``; without GPUs ``host`` can be asked for.
-
-    ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
-    as in :mod:`megatron_flux.comm.links`, or a weaker one where that is asked for; ``reason``: why it is not
-    ``nvlink``; ``pairs`` and ``peer_access``: ordered pairs of GPUs, and those with peer access.
+    ``kind`` is a link of :mod:`megatron_flux.comm.links`, ``none`` with fewer than two GPUs, or a weaker one where that
+    is ``asked`` for, here or by ``MEGATRON_FLUX_LINK``; ``reason``: why it is not ``nvlink``; ``pairs`` and
+    ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     by = "MEGATRON_FLUX_LINK asks" if asked is None else "asked"
     asked = asked or settings.link()

@@ -47,11 +47,6 @@ def own_scales(scales: dict[str, Any]) -> AbstractContextManager[object]:
     return mock.patch.multiple(getattr(State, "quantization_state", State), **scales)  # the former from 2.15 on
 
 
-def words(precision: str, recipe: str | None) -> str:
-    """Describe a run's precision."""
-    return precision if recipe is None else f"{precision} with FP8 layers ({recipe} scaling)"
-
-
 def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) -> None:
     """Raise UserError if the GPU ``whose``, of this ``capability``, does not have the recipe."""
     if capability < _CAPABILITY[recipe]:

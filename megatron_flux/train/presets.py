@@ -61,12 +61,7 @@ class ModelShape(Checked):
     @property
     def layer_weights(self) -> int:
         """Elements of the weights of a layer's four linears."""
-        return self.hidden_size * (self.qkv_size + self.hidden_size + self.mlp_size)
-
-    @property
-    def mlp_size(self) -> int:
-        """Outputs of FC1 and inputs of FC2."""
-        return self.fc1_size + self.ffn_hidden_size
+        return self.hidden_size * (self.qkv_size + self.hidden_size + self.fc1_size + self.ffn_hidden_size)
 
     @property
     def layer(self) -> tuple[int | str, ...]:
@@ -100,8 +95,8 @@ class ExpertShape(ModelShape):
     def layer_weights(self) -> int:
         """Elements of the weights of a layer's linears, without the router."""
         shared = (self.moe_shared_expert_intermediate_size or 0) * (3 if self.gated else 2)
-        heads = self.num_attention_heads * self.head_size
-        return self.hidden_size * (self.qkv_size + heads + self.num_moe_experts * self.mlp_size + shared)
+        heads, mlp = self.num_attention_heads * self.head_size, self.fc1_size + self.ffn_hidden_size
+        return self.hidden_size * (self.qkv_size + heads + self.num_moe_experts * mlp + shared)
 
 
 class Preset(NamedTuple):

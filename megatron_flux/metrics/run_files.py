@@ -54,7 +54,8 @@ class RunFiles:
     @property
     def settings(self) -> dict[str, Any]:
         """The requested configuration."""
-        return self.config.get("config", {})
+        settings = self.config.get("config")
+        return settings if isinstance(settings, dict) else {}
 
     @property
     def exists(self) -> bool:

@@ -99,7 +99,7 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
 
 
 def relative_difference(baseline: float, flux: float) -> float:
-    """Return ``|flux - baseline| / |baseline|``. 0 if both are 0, infinite if only the baseline is, NaN without two."""
+    """Return ``|flux - baseline| / |baseline|``: 0 if both are 0, infinite if only the baseline is, else maybe NaN."""
     if baseline == 0 and math.isfinite(flux):
         return 0.0 if flux == 0 else math.inf
     return abs(flux - baseline) / abs(baseline) if math.isfinite(baseline) and math.isfinite(flux) else math.nan
@@ -152,7 +152,8 @@ def summarize(
     loss_differences = relative_differences(baseline, flux, "lm loss")
     environments = ((record.get("flux/run") or {}).get("environment") for record in (*baseline, *flux))
     patched = any(record["flux/active_layers"] or record["flux/all_gather_gemm_calls"] for record in baseline)
-    no_gpu = _STOCK_OPERATORS in fallbacks or (info.get("device") or {}).get("kind") == "cpu"
+    device = info.get("device")
+    no_gpu = _STOCK_OPERATORS in fallbacks or (isinstance(device, Mapping) and device.get("kind") == "cpu")
     on_cpus = without_gpu(_backends(flux, fallbacks), info.get("link")) if no_gpu else None
     summary = {
         "schema_version": SCHEMA_VERSION,

@@ -144,11 +144,11 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def findings(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return ``(label, text)`` of what is shown below the table."""
     fallbacks = [f"{counted(calls, 'call')}: {reason}" for reason, calls in summary["flux_fallbacks"].items()]
-    layers, environment = summary.get("flux_active_layers"), summary.get("environment")
+    layers, device, environment = (summary.get(name) for name in ("flux_active_layers", "device", "environment"))
     loss = relative(summary["max_relative_loss_difference"])
     allowed = ", ".join(filter(None, (multicast(environment), connections(environment))))
     without = summary.get("without_gpu")
-    on_gpus = (summary.get("device") or {}).get("kind") == "cuda"
+    on_gpus = isinstance(device, Mapping) and device.get("kind") == "cuda"
     return [
         ("largest relative loss difference", f"{loss} over {summary['compared_iterations']} iterations"),
         ("largest relative grad norm difference", relative(summary["max_relative_grad_norm_difference"])),

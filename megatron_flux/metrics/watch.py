@@ -50,8 +50,9 @@ def watch(path: Path) -> None:
 def view(watched: RunFiles, now: float) -> Group:
     """Return title, progress, the table of the summary so far, and lines below it."""
     summary = summarize(watched.records["baseline"], watched.records["flux"], watched.config)
-    words = [str(watched.path), watched.settings.get("preset")]
-    words += ["{count} x {name}".format_map(device)] if (device := watched.config.get("device")) else []
+    device = watched.config.get("device")
+    words = [str(watched.path), str(watched.settings.get("preset", ""))]
+    words += [f"{device.get('count', '?')} x {device.get('name', '?')}"] if isinstance(device, dict) else []
     lines = [Text(line, style=style) for line, style in _lines(watched, summary, now)]
     title = Text(", ".join(filter(None, words)))
     both = len(watched.variants) > 1
@@ -61,7 +62,8 @@ def view(watched: RunFiles, now: float) -> Group:
 
 
 def _progress(watched: RunFiles) -> str:
-    total, parts, left = watched.settings.get("steps"), [], 0.0
+    steps, parts, left = watched.settings.get("steps"), [], 0.0
+    total = steps if isinstance(steps, int) and steps > 0 else None
     for variant, done in watched.last.items():
         pace = median_of(watched.records[variant][-RECENT:], "iteration-time")
         of_all = f" of {total} ({100 * done / total:.0f} %)" if total else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_flux.errors import one_line
 from megatron_flux.metrics import table
 from megatron_flux.metrics.report import figures
 from megatron_flux.metrics.report.figures import Variants
@@ -81,7 +82,11 @@ def chapter(run: Run, id_: str) -> Chapter:
         "Overlap efficiency": lambda: _efficiency(variants["flux"], summary["without_gpu"]),
         "Ranks": lambda: ranks_part(variants),
     }.items():
-        if isinstance(made := make(), Part):
+        try:
+            made = make()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            made = f"the data is damaged: {type(error).__name__}, {one_line(error)}."
+        if isinstance(made, Part):
             samples.append(made)
         elif made:
             missing.append((title, made))
@@ -104,7 +109,8 @@ def chapter(run: Run, id_: str) -> Chapter:
         *([Part("missing", "Not recorded", rows=missing)] if missing else []),
         Part("terms", "Terms", rows=list(TERMS.items()), folded=True),
     ]
-    settings = {"command": summary["command"] or run.config.get("command")}
+    command = summary.get("command") or run.config.get("command")
+    settings = {"command": " ".join(map(str, command)) if isinstance(command, list) else command}
     settings |= {name: summary.get(name) for name in ("layout", "device", "versions")} | {"configuration": run.settings}
     for name, value in settings.items():
         if value and (pairs := list(flat(without_secrets(value if isinstance(value, Mapping) else {"": value})))):
@@ -117,9 +123,9 @@ def _subtitle(run: Run) -> str:
     variants = {"baseline": "stock Megatron (baseline)", "flux": "patched Megatron (flux)"}
     words = [variants.get(run.trained_variant or "", "stock Megatron (baseline) against the patched one (flux)")]
     words += [str(preset)] if preset else []
-    if device:
+    if isinstance(device, dict):
         words.append(f"{device.get('count', '?')} {CROSS} {device.get('name', '?')}")
-    if layout:
+    if isinstance(layout, dict):
         words.append(", ".join(f"{name} {layout[name]}" for name in _LAYOUT if layout.get(name) is not None))
     return "; ".join(words)
 

@@ -249,8 +249,7 @@ def ended_after(seconds: float, error: FluxError) -> Iterator[None]:
 def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup, what: str) -> tuple[_T | None, str | None]:
     """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks.
 
-    A rank that failed ends :data:`GRACE_S` later, and so do the others, if they still wait for it in a collective. The
-    error names ``what``.
+    If peers still wait for a rank :data:`GRACE_S` after it failed, it ends with an error that names ``what``.
     """
     result, mine = None, None
     try:

@@ -375,8 +375,7 @@ def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
 def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, Any]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
-    Those ``trained``, by name, get a ``main_grad`` in fp32, to which a hook adds as Megatron's DistributedDataParallel
-    does.
+    Those ``trained``, by name, get a ``main_grad`` in fp32, to which a hook adds as Megatron's data parallelism does.
     """
 
     def add(parameter: Any) -> None:

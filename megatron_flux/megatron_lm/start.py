@@ -84,8 +84,7 @@ def add_from_command_line(args: Any) -> Any:
 def install(args: Any) -> None:
     """Check ``args`` and patch megatron-core if ``args.flux`` is set; a second call changes and prints nothing.
 
-    Rank 0 prints a summary, or that ``--flux-*`` have no effect. Errors: :func:`validate` and
-    :func:`megatron_flux.patch`.
+    Rank 0 prints a summary, or that ``--flux-*`` have no effect. Raises what :func:`validate` and ``patch`` do.
     """
     config = config_from(args)
     if not args.flux:

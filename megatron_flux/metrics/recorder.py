@@ -25,8 +25,7 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     def __init__(self, path: Path, resume_from: int | None = None) -> None:
         """Open ``path`` for appending, creating its folder. Raises UserError: it cannot be written.
 
-        Records later than ``resume_from``, the last iteration in the loaded checkpoint, are moved to another file; with
-        None, for a run from its start, all are.
+        Records later than ``resume_from``, the last iteration in the loaded checkpoint or None, are moved elsewhere.
         """
         self.path = path
         try:

@@ -99,7 +99,7 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
 
 
 def relative_difference(baseline: float, flux: float) -> float:
-    """Return ``|flux - baseline| / |baseline|``: 0 if both are 0, infinite if only the baseline is, else maybe NaN."""
+    """Return ``|flux - baseline| / |baseline|``: 0 if both are 0, infinite if only the baseline is, or NaN."""
     if baseline == 0 and math.isfinite(flux):
         return 0.0 if flux == 0 else math.inf
     return abs(flux - baseline) / abs(baseline) if math.isfinite(baseline) and math.isfinite(flux) else math.nan

@@ -98,8 +98,7 @@ def _lines(watched: RunFiles, summary: dict[str, Any], now: float) -> Iterator[t
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
     """Describe what a run that has not ended does, and return True if it has stalled.
 
-    Its start ``began`` and its last record was ``written`` at these Unix times; a step takes ``usual`` seconds, 0 if
-    not known.
+    Its start ``began`` and its last record was ``written`` at these Unix times; ``usual`` is a step's seconds, or 0.
     """
     if written is None or written < began:
         silent = math.floor(max(0.0, now - began))

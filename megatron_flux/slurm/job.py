@@ -122,9 +122,8 @@ def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | No
 def least_memory(run: RunConfig) -> float:
     """Return the GiB of weights, gradients and optimizer state on a GPU, of both variants, without activations.
 
-    bf16 weights take 2 bytes a parameter, fp32 gradients 4, fp32 weights and two moments 12, shared by the
-    data-parallel ranks where the optimizer is distributed (source: Megatron-LM's documentation of it). Adapters are
-    left out.
+    bf16 weights take 2 bytes a parameter, fp32 gradients 4, fp32 weights and two moments 12, which data-parallel ranks
+    share where the optimizer is distributed (source: Megatron-LM's documentation). Adapters are left out.
     """
     optimizer = 12 / run.dp if run.distributed_optimizer else 12
     variants = 2 if run.command == "compare" else 1

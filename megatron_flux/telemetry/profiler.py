@@ -38,8 +38,7 @@ class StepProfiler:
     ) -> None:
         """Wait until the step ahead of ``first``, which is 2 or more.
 
-        With ``nvtx`` an nsys around this process captures (``--capture-range=cudaProfilerApi``), and no file is
-        written.
+        With ``nvtx`` an nsys around this process captures (``--capture-range=cudaProfilerApi``); no file is written.
         """
         self.first, self.last, self.folder = first, last, folder
         self._rank, self._device, self._nvtx = rank, device, nvtx

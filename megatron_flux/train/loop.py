@@ -81,7 +81,7 @@ def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[
 
     A single variant is saved at every ``save_interval`` and its last step, with 0 at neither. Two are saved at the
     first end of a block at which both have come so far, and not at the end. Either is saved when it is stopped, but for
-    what has just been saved, or not trained: there may be half a minute until everything is killed.
+    what has just been saved, or not trained: everything may be killed in half a minute.
     """
     blocks = schedule(config.steps, config.block_steps or config.steps, iterations.copy())
     both = len(variants) > 1

@@ -65,8 +65,7 @@ def main() -> None:
 def _choose_link(expected: rules.Expected, device: torch.device) -> None:
     """Measure what ranks receive through host memory and through peers' while all tensor-parallel groups send.
 
-    Rank 0 writes the faster link and why into ``FOLDER/link``. Peers' memory may end a rank: what is there by then
-    holds.
+    Rank 0 writes the faster link and why into ``FOLDER/link``, ahead of each measurement, which may end a rank, too.
     """
     group, _ = dist.new_subgroups(expected.host_tp, timeout=timedelta(seconds=_LINK_S))
     rates, said = {"none": 0.0}, ""

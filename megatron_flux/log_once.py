@@ -1,4 +1,4 @@
-"""Warnings that a run needs once."""
+"""The project's logger, and warnings that a run needs once."""
 
 from __future__ import annotations
 

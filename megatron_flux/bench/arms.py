@@ -1,8 +1,7 @@
 """Arms of ``bench peers``: the calls of every project that fuses a tensor-parallel GEMM with its communication.
 
 An arm tells why it cannot run a call (:meth:`Arm.why_not`) and opens its ways to run one: callables that return this
-rank's rows of the result, by setting. Opening and closing are collective. NVLink multicast is off for all arms;
-one that cannot do without is left out.
+rank's rows of the result, by setting. Opening and closing are collective. NVLink multicast is off for all arms.
 
 Sources: torch 2.11 and 2.13 (``torch.distributed._symmetric_memory``), TransformerEngine 2.11 (``module/base.py``).
 """
@@ -23,12 +22,11 @@ from packaging.version import Version
 from megatron_flux.bench import calls
 from megatron_flux.bench.calls import Operands, stock
 from megatron_flux.bench.cases import GATHERS, REDUCES, SCATTERS, Case
-from megatron_flux.bench.harness import run_until_tuned
+from megatron_flux.bench.harness import run_until_tuned, userbuffers
 from megatron_flux.ops.fp8_operand import Fp8Pair
 from megatron_flux.version import __version__
 
-Ways = dict[str, Callable[[], torch.Tensor]]
-"""Calls of an arm, by setting."""
+Ways = dict[str, Callable[[], torch.Tensor]]  # calls of an arm, by setting
 BF16 = torch.bfloat16
 
 
@@ -38,16 +36,11 @@ class Arm:
 
     name: str
     ways: Callable[[Operands], AbstractContextManager[Ways]]
-    """Opens the calls of these operands."""
-    package: str | None = "torch"
-    """Distribution that it is a part of; None is this one."""
+    package: str | None = "torch"  # distribution that it is a part of; None is this one
     ops: tuple[str, ...] = (GATHERS, SCATTERS, REDUCES)
-    nccl: str | None = None
-    """Lowest NCCL; None where the arm does not use it."""
-    cpu: bool = False
-    """Runs without GPUs, too."""
-    why: Callable[[torch.device], str | None] = lambda device: None
-    """Further reasons of :meth:`why_not`."""
+    nccl: str | None = None  # lowest NCCL; None where the arm does not use it
+    cpu: bool = False  # runs without GPUs, too
+    why: Callable[[torch.device], str | None] = lambda device: None  # further reasons of :meth:`why_not`
 
     def version(self) -> str:
         """Return the versions of what runs."""
@@ -68,7 +61,6 @@ class Arm:
 
 
 def _nccl() -> Version:
-    """Return the version of the NCCL that torch has loaded."""
     return Version(".".join(map(str, torch.cuda.nccl.version())))
 
 
@@ -80,10 +72,7 @@ def nccl(inputs: Operands) -> Iterator[Ways]:
 
 @contextmanager
 def nccl_symm(inputs: Operands) -> Iterator[Ways]:
-    """Open the same in memory registered as NCCL windows, for which NCCL has other kernels.
-
-    The pool is registered once all buffers are in it: not all releases of torch register later ones.
-    """
+    """Open the same in memory that is registered as NCCL windows, all buffers at once, for its other kernels."""
     backend: Any = inputs.group._get_backend(inputs.x.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)  # ncclMemAlloc
     with torch.cuda.use_mem_pool(pool):
@@ -104,24 +93,18 @@ def torch_async_tp(inputs: Operands) -> Iterator[Ways]:
     pair: Any = inputs.pair
     fused, gathers = torch.ops.symm_mem, case.op == GATHERS
 
-    def bf16() -> torch.Tensor:
+    def bf16() -> Any:
         if gathers:
-            y: torch.Tensor = fused.fused_all_gather_matmul(x, [wt], 0, name, return_A=False)[1][0]
-        else:
-            y = fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
-        return y
+            return fused.fused_all_gather_matmul(x, [wt], 0, name, return_A=False)[1][0]
+        return fused.fused_matmul_reduce_scatter(x, wt, "sum", 0, name)
 
-    def fp8() -> torch.Tensor:  # without bias and scale of the result, with fast sums
+    def fp8() -> Any:  # without bias and scale of the result, with fast sums
         by_x, by_weight = pair.x.scale_inv, pair.weight.scale_inv
         if gathers:
             more = [None], [None], [BF16], [True]
-            y: torch.Tensor = fused.fused_all_gather_scaled_matmul(x, [wt], by_x, [by_weight], 0, name, *more)[1][0]
-        else:
-            shape = [case.m, case.n]
-            y = fused.fused_scaled_matmul_reduce_scatter(
-                x, wt, by_x, by_weight, "sum", 0, 0, name, shape, None, None, BF16, True
-            )
-        return y
+            return fused.fused_all_gather_scaled_matmul(x, [wt], by_x, [by_weight], 0, name, *more)[1][0]
+        how = "sum", 0, 0, name, [case.m, case.n], None, None, BF16, True
+        return fused.fused_scaled_matmul_reduce_scatter(x, wt, by_x, by_weight, *how)
 
     yield {"": bf16 if inputs.pair is None else fp8}
 
@@ -137,45 +120,31 @@ def _multicast_in_torch(device: torch.device) -> str | None:
 
 @contextmanager
 def te_userbuffers(inputs: Operands) -> Iterator[Ways]:
-    """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before.
-
-    By its default methods, and for a reduce-scatter by a ring of copies besides: FC2's buffer then has another method
-    than proj's.
-    """
-    import transformer_engine.pytorch as te
+    """Open TransformerEngine's userbuffers: the GEMMs that its Linear calls, on operands that are quantised before."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.cpp_extensions import general_gemm
     from transformer_engine.pytorch.module.base import fill_userbuffers_buffer_for_all_gather as fill
     from transformer_engine.pytorch.module.base import get_ub
 
-    case, group, modes = inputs.case, inputs.group, te.UserBufferQuantizationMode
+    case, group = inputs.case, inputs.group
     x, weight, quantizer = (inputs.x, inputs.weights[0], None) if inputs.pair is None else _te_fp8(inputs.pair)
 
-    def gathered(buffer: Any) -> torch.Tensor:
+    def gathered(buffer: Any) -> Any:
         whole, _ = fill(buffer, x, quantizer, group)  # copies x, as the Linear does
-        y: torch.Tensor = general_gemm(weight, whole, out_dtype=BF16, ub=buffer, ub_type=tex.CommOverlapType.AG)[0]
-        return y
+        return general_gemm(weight, whole, out_dtype=BF16, ub=buffer, ub_type=tex.CommOverlapType.AG)[0]
 
     def scattered(buffer: Any) -> torch.Tensor:
         y = inputs.x.new_empty(case.m // group.size(), case.n, dtype=BF16)
         general_gemm(weight, x, out_dtype=BF16, ub=buffer, ub_type=tex.CommOverlapType.RS, extra_output=y)
         return y
 
-    te.initialize_ub(
-        [case.m, case.k if case.op == GATHERS else case.n],
-        group.size(),
-        quantization_modes=[modes.NONE if inputs.pair is None else modes.FP8],
-        dtype=BF16,
-        ub_cfgs={"fc2_fprop": {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False}},
-        bootstrap_backend="gloo",
-    )
-    try:
+    # FC2's buffer has another method than proj's.
+    ring = {"fc2_fprop": {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False}}
+    columns = case.k if case.op == GATHERS else case.n
+    with userbuffers([case.m, columns], group.size(), fp8=inputs.pair is not None, ub_cfgs=ring):
         names = {"ring": "fc1_fprop"} if case.op == GATHERS else {"pipeline": "proj_fprop", "ring": "fc2_fprop"}
         call = gathered if case.op == GATHERS else scattered
         yield {way: partial(call, get_ub(name, inputs.pair is not None)) for way, name in names.items()}
-    finally:
-        torch.cuda.synchronize()
-        te.destroy_ub()
 
 
 def _te_fp8(pair: Fp8Pair) -> tuple[Any, Any, Any]:

@@ -22,8 +22,7 @@ from megatron_flux.ops.gemm import fp8_gemm
 from megatron_flux.ops.tuner.cache import Entry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CALLS = 12
-"""Calls of a decode graph."""
+CALLS = 12  # calls of a decode graph
 COLD_BYTES = 160 << 20
 """Bytes of the weights that the calls of a graph read: three times the L2 cache of an H200."""
 
@@ -35,12 +34,10 @@ class Operands(NamedTuple):
 
     case: Case
     group: dist.ProcessGroup
-    x: torch.Tensor
-    """``[rows, k]``: this rank's shard where it is gathered."""
+    x: torch.Tensor  # ``[rows, k]``: this rank's shard where it is gathered
     weights: list[torch.Tensor]
     """One, ``[n, k]`` or for dgrad ``[k, n]``; for a decode call as many as its graph reads."""
-    pair: Fp8Pair | None = None
-    """FP8 operands, of which ``x`` and the weight are the numbers."""
+    pair: Fp8Pair | None = None  # FP8 operands, of which ``x`` and the weight are the numbers
 
     @property
     def by_k(self) -> torch.Tensor:
@@ -49,11 +46,7 @@ class Operands(NamedTuple):
 
 
 def device_of(command: str, group: dist.ProcessGroup, dtype: torch.dtype) -> torch.device:
-    """Return this rank's device, where ``group`` can run fused kernels or its link goes by chunks. Collective.
-
-    Raises:
-        UserError: the reason why the fused backend cannot run.
-    """
+    """Return this rank's device. Collective. Raises UserError unless fused kernels or transfers by chunks can run."""
     device = torch.device("cuda", torch.cuda.current_device())
     if not links.by_chunks(links.probe(group, device)):
         probe = torch.empty(8, 8, dtype=dtype, device=device)
@@ -88,8 +81,8 @@ def operands(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: t
 def stock(inputs: Operands) -> Runs:
     """Return the runs of the GEMM alone, of the collective alone, and of one behind the other (``serial``).
 
-    Makes all buffers of the collective and runs nothing: a GEMM would put its workspace beside them (``nccl_symm``).
-    What a reduce-scatter alone sends is what the GEMM has left.
+    Makes all buffers and runs nothing: a GEMM would put its workspace beside them (``nccl_symm``). A reduce-scatter
+    alone sends what the GEMM has left.
     """
     case, group, pair = inputs.case, inputs.group, inputs.pair
     gathers = case.op == GATHERS

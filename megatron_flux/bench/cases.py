@@ -28,8 +28,7 @@ class Case:
     m: int
     n: int
     k: int
-    fp8: Recipe | None = None
-    """Recipe of the operands; None: 16 bits."""
+    fp8: Recipe | None = None  # recipe of the operands; None: 16 bits
 
     @property
     def transposed(self) -> bool:
@@ -63,21 +62,15 @@ def check_divides(name: str, shape: ModelShape, tp: int, **more: int) -> None:
 def layer_cases(name: str, shape: ModelShape, m: int, direction: str, tp: int) -> list[Case]:
     """Return the calls of one layer in one direction, sizes unchecked.
 
-    In forward QKV and FC1 gather, proj and FC2 scatter; in dgrad it is the other way round. In decode proj and FC2
-    reduce over all ranks.
+    QKV and FC1 gather in forward, proj and FC2 scatter; dgrad is the other way round. In decode proj and FC2 reduce.
     """
-    hidden = shape.hidden_size
-    inner = dict(zip(LINEARS, (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size), strict=True))
-    cases = []
-    for linear, width in inner.items():
-        column = linear in ("qkv", "fc1")
-        if direction == "decode":
-            if not column:
-                cases.append(Case(REDUCES, name, linear, direction, m, hidden, width // tp))
-        elif column == (direction == "forward"):
-            cases.append(Case(GATHERS, name, linear, direction, m, width // tp, hidden))
-        else:
-            cases.append(Case(SCATTERS, name, linear, direction, m, hidden, width // tp))
+    ops = {"forward": (GATHERS, SCATTERS), "dgrad": (SCATTERS, GATHERS), "decode": (None, REDUCES)}[direction]
+    hidden, cases = shape.hidden_size, []
+    widths = (shape.qkv_size, hidden, shape.fc1_size, shape.ffn_hidden_size)
+    for linear, width, op in zip(LINEARS, widths, 2 * ops, strict=True):
+        if op is not None:
+            n, k = (width // tp, hidden) if op == GATHERS else (hidden, width // tp)
+            cases.append(Case(op, name, linear, direction, m, n, k))
     return cases
 
 
@@ -91,16 +84,12 @@ class Workload(BaseModel):
     micro_batch: int
     layers: int
     mode: Literal["training", "prefill", "decode"] = "training"
-    fp8: Recipe | None = None
-    """None: bf16."""
-    sequence_parallel: bool = True
-    """Without it every rank has all rows between the linears."""
-    frozen: bool = False
-    """No parameter of the layers has a gradient."""
+    fp8: Recipe | None = None  # None: bf16
+    sequence_parallel: bool = True  # without it every rank has all rows between the linears
+    frozen: bool = False  # no parameter of the layers has a gradient
     lora: int | None = None
     """Rank of the adapters that are trained beside frozen weights (:mod:`megatron_flux.train.lora`)."""
     lora_targets: tuple[LoraTarget, ...] | None = None
-    """Linears with an adapter."""
     context_length: int | None = None
     """Tokens of each sequence whose keys and values a decode step finds in its cache."""
     delay_wgrad: bool = False

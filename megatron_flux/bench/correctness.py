@@ -1,8 +1,8 @@
 """Compare the results of variants of ``bench layer``: on one step over all ranks, before anything is timed.
 
-Variants share weights and input, so results can be subtracted. Two correct variants differ by rounding alone: other
-GEMM kernels, other orders of adding partial sums; through a few bf16 layers that is about one per cent. A lost shard, a
-stale buffer or a missing gradient is far above it, if it is looked for in the right place:
+Variants share weights and input, so results can be subtracted. Two correct variants differ by rounding alone: through a
+few bf16 layers that is about one per cent. A lost shard, a stale buffer or a missing gradient is far above it, if it is
+looked for in the right place:
 
 * output and input gradient are compared without what the residual connections carry past the layers unchanged;
 * weight gradients are compared one by one, as their products with a fixed random vector: a wrong gradient may have the
@@ -11,8 +11,6 @@ stale buffer or a missing gradient is far above it, if it is looked for in the r
 In FP8 one bit of bf16 between two variants may become one of FP8, sixteen times as large and more, where the next
 linear quantises. That takes two correct variants no further apart than what rounding to FP8 changes at all, and
 :data:`LARGEST_ROUNDING` bounds that.
-
-All functions but :func:`rounded` are collective.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def differences(result: Result, reference: Result, ranks: dist.ProcessGroup) -> 
     if gradients:
         dx, *wgrads = gradients
         relative["dx"] = dx
-        if wgrads:  # max() would pass over a NaN
-            relative["wgrad"] = math.nan if any(math.isnan(w) for w in wgrads) else max(wgrads)
+        if wgrads:  # NaN if one is
+            relative["wgrad"] = torch.tensor(wgrads, dtype=torch.float64).max().item()
     return relative
 
 
@@ -83,10 +81,7 @@ def compare(
     rounding: Mapping[str, float] | None,
     wires: Wires = ALL_EXACT,
 ) -> dict[str, Any]:
-    """Return :func:`differences`, and ``ok``: all are within the tolerance (NaN is not).
-
-    ``rounding`` is what FP8 itself changes, None of other workloads.
-    """
+    """Return :func:`differences`, and ``ok``: all within the tolerance, or within what FP8's ``rounding`` changes."""
     values = differences(result, reference, ranks)
     if rounding is None:
         most = dict.fromkeys(values, max(map(TOLERANCE.__getitem__, wires)))
@@ -107,7 +102,6 @@ def _norms(tensors: Result, ranks: dist.ProcessGroup) -> list[float]:
 
 
 def _product(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a matrix times a fixed random vector, and a vector as it is."""
     if gradient.dim() == 1:
         return gradient.clone()
     generator = torch.Generator(device=gradient.device).manual_seed(2)

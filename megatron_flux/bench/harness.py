@@ -7,14 +7,13 @@
 3. :func:`measure` times them: each round runs one burst of every variant in a new random order, and a time is the
    slowest rank's (:mod:`megatron_flux.ops.timing`).
 
-All functions with :class:`Ranks` are collective: every rank calls them, in the same order.
+All functions with :class:`Ranks` are collective.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import threading
 import time
@@ -31,14 +30,13 @@ import torch.distributed as dist
 from megatron_flux import nvml
 from megatron_flux.comm import agreement, links
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.strict_json import write_atomically
 from megatron_flux.ops import timing
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.cuda_graphs import captured_calls
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
-
-logger = logging.getLogger("megatron_flux")
 
 WARMUP_STEPS = 3
 TUNING_STEPS = 5  # between two looks whether the tuner has decided
@@ -59,18 +57,11 @@ class Ranks(NamedTuple):
     """Process groups and device of a benchmark."""
 
     device: torch.device
-    group: dist.ProcessGroup
-    """The tensor-parallel group."""
+    group: dist.ProcessGroup  # tensor-parallel
     ranks: dist.ProcessGroup
     """Gloo group of all ranks: a barrier of NCCL is a kernel, which would show in traces and in the next step."""
     link: links.Link
-    say: Callable[[str], None]
-    """Write a line for people; does nothing on other ranks than the first."""
-
-    @property
-    def first(self) -> bool:
-        """Return True on the rank that writes files."""
-        return self.ranks.rank() == 0
+    say: Callable[[str], None]  # write a line for people; does nothing on other ranks than the first
 
 
 @dataclass
@@ -79,10 +70,8 @@ class Variant:
 
     name: str
     run: Callable[[], Any]
-    active: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Context around every burst of ``run``."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the variant's row."""
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext  # context around every burst of ``run``
+    facts: dict[str, Any] = field(default_factory=dict)  # further fields of the variant's row
 
 
 def ranks_of(
@@ -102,10 +91,9 @@ def run_cases(
     out: Path,
     seconds: float | None,
 ) -> dict[str, Any]:
-    """Measure all cases and return the summary; the first rank writes it into ``out`` after every case.
+    """Measure all cases, none begun after ``seconds``; return the summary, which the first rank writes after each.
 
-    None begins after ``seconds`` by the first rank's clock. ``measured`` gets a case and its deadline
-    (:func:`time.monotonic`). ``about`` goes into the summary, beside the machine, ``rows`` and ``skipped``.
+    ``measured`` gets a case and its deadline (:func:`time.monotonic`). ``about`` goes into the summary.
     """
     summary: dict[str, Any] = {
         "device": environment.device_name(),
@@ -128,7 +116,9 @@ def run_cases(
             deadline = began + seconds * (index + 1) / len(cases)
         for found, kept in zip(measured(case, deadline), (summary["rows"], summary["skipped"], rounds), strict=True):
             kept += found
-        if here.first:
+        if here.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if here.ranks.rank() == 0:
             out.mkdir(parents=True, exist_ok=True)
             (out / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
             write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")  # the run may be killed
@@ -152,8 +142,7 @@ def measure(
     """
     by_name = {variant.name: variant for variant in variants}
     seen: dict[str, list[nvml.Reading | None]] = {name: [] for name in by_name}
-    half: dict[str, float] = {}
-    """Half of a variant's last burst, in seconds."""
+    half: dict[str, float] = {}  # of a variant's last burst, in seconds
     running, began, glance = "", 0.0, None
 
     def barrier() -> None:
@@ -201,7 +190,7 @@ def capture(step: Callable[[], _T], generators: Sequence[torch.Generator] = ()) 
     """Capture ``step`` in a CUDA graph and return its replay. All ranks call it; the GPU is idle before and after.
 
     The step must allocate nothing outside torch's allocator, draw random numbers from ``generators`` alone and never
-    wait for the GPU: otherwise it raises. The graph keeps the memory of its results for as long as the replay lives.
+    wait for the GPU. The graph keeps the memory of its results for as long as the replay lives.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -260,9 +249,7 @@ def ended_after(seconds: float, error: FluxError) -> Iterator[None]:
 def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup, what: str) -> tuple[_T | None, str | None]:
     """Run ``action`` on all ``ranks``. Returns its result, or None and the first failing rank's reason on all ranks.
 
-    Peers may wait for a rank that failed, in a collective where nothing can reach them. If they have not come to the
-    end of the action after :data:`GRACE_S`, that rank ends with its error, which names ``what``; its launcher ends the
-    others.
+    If peers still wait for a rank :data:`GRACE_S` after it failed, it ends with an error that names ``what``.
     """
     result, mine = None, None
     try:
@@ -279,24 +266,27 @@ def attempt(action: Callable[[], _T], ranks: dist.ProcessGroup, what: str) -> tu
 
 @contextmanager
 def opened(link: str | None = None, *, cpu: bool = False) -> Iterator[dist.ProcessGroup]:
-    """Yield the group of all ranks that a launcher started, each on its GPU; over gloo with ``cpu``.
-
-    NCCL uses no stronger ``link``. On an error the group is left as it is: tearing it down would wait for peers that
-    may be gone.
-    """
+    """Yield the group of all ranks that a launcher started, each on its GPU; NCCL uses no stronger ``link``."""
     rank.set_environment()
-    rank.set_nccl_link(link)
-    if cpu:
-        dist.init_process_group("gloo")
-    else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    yield dist.distributed_c10d._get_default_group()
-    if not cpu:
+    with rank.process_group("cpu" if cpu else "cuda", link):
+        yield dist.distributed_c10d._get_default_group()
+        if not cpu:
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def userbuffers(shape: list[int], tp: int, *, fp8: bool, **more: Any) -> Iterator[None]:
+    """Open TransformerEngine's userbuffers for operands of this shape; UB_SKIPMC keeps NVLink multicast off."""
+    import transformer_engine.pytorch as te
+
+    modes = te.UserBufferQuantizationMode
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "bootstrap_backend": "gloo", **more}
+    try:
+        te.initialize_ub(shape, tp, quantization_modes=[modes.FP8 if fp8 else modes.NONE], **how)
+        yield
+    finally:
         torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+        te.destroy_ub()
 
 
 def show(print_tables: Callable[[dict[str, Any]], None], summary: dict[str, Any], out: Path) -> None:

@@ -11,11 +11,11 @@ workload and variant (``arm``):
   0 is stock, 1 is the bound; negative is slower than stock. Communication that te hides already counts in neither.
 * ``host_ms_per_step``: median over rounds of the slowest rank's time to enqueue one step.
 * ``sm_clock_mhz``: median over rounds of the slowest GPU's clock in the middle of a burst, and ``throttle_reasons``
-  seen there (NVML); null and none where NVML does not tell. At a lower clock every GEMM takes longer.
+  seen there (NVML). At a lower clock every GEMM takes longer.
 * ``peak_memory_gb``: (1e9 bytes, rank 0, without CUDA graph) weights, main gradients and caches, plus what the variant
   has allocated since its first step, at the peak of a later one, plus its memory outside torch's allocator: flux's
   symmetric memory, userbuffers. Nothing that other variants hold is in it.
-* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's): see
+* ``agreement``: difference of output, input gradient and weight gradients from te's (without te from local's), by
   :mod:`megatron_flux.bench.correctness`. With adapters it is from te's with right gradients; ``left_out`` says where
   te's own are wrong. In FP8 ``fp8_rounding`` is the difference of te's from those in bf16, which is the tolerance.
 * ``breakdown``: see :mod:`megatron_flux.telemetry.breakdown`; rank 0, one step outside the timed rounds.
@@ -28,7 +28,6 @@ CUDA graph, although megatron-core, which keeps the position on the host, captur
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -53,6 +52,7 @@ from megatron_flux.bench.no_communication import BOUNDS
 from megatron_flux.bench.options import LayerRun, check_graphs
 from megatron_flux.comm import agreement, group_state
 from megatron_flux.config import ALL_EXACT, Wires
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.summary import speedup_interval
 from megatron_flux.ops.timing import quartiles
 from megatron_flux.run import rank
@@ -60,8 +60,6 @@ from megatron_flux.telemetry import breakdown, environment
 from megatron_flux.telemetry.profiler import saved
 from megatron_flux.train.memory import forget_dummy_gradients
 from megatron_flux.train.shims import gradient_accumulation_fusion
-
-logger = logging.getLogger("megatron_flux")
 
 OWN_GATHERS = "te, whose adapters gather norm outputs themselves"
 DROPPED = "TransformerEngine drops the gradient of a gathered norm output (docs/fine-tuning.md)"
@@ -76,17 +74,13 @@ class LayerBench:
         self.on_gpu = here.device.type == "cuda"
         self.captures = run.cuda_graphs and self.on_gpu
         self.skipped: list[dict[str, Any]] = []
-        self.weights: dict[str, Any] = {}
-        """Shared by all variants."""
-        self.context: Any = None
-        """megatron-core's inference context, shared by all variants."""
+        self.weights: dict[str, Any] = {}  # shared by all variants
+        self.context: Any = None  # megatron-core's inference context, shared by all variants
         self._blocks: dict[str, tuple[torch.nn.Module | None, str | None]] = {}
         """Layers by their kind, or why there are none."""
         self._userbuffer_bytes = 0
-        self._reference: tuple[str, Result] = ("", [])
-        """What other results are compared with."""
-        self._rounding: dict[str, float] | None = None
-        """What FP8 itself changes in the baseline."""
+        self._reference: tuple[str, Result] = ("", [])  # what other results are compared with
+        self._rounding: dict[str, float] | None = None  # what FP8 itself changes in the baseline
 
     def say(self, text: str) -> None:
         """Write a line for people, with the workload's label."""
@@ -116,7 +110,7 @@ class LayerBench:
             )
             rows = [self._row(variant, samples, results) for variant in ready]
             # Userbuffers and graphs must be idle when they go.
-            self._synchronize()
+            torch.cuda.synchronize()  # on CPUs train.shims have nothing to wait for
             ready.clear()
             self._blocks.clear()
             results.clear()
@@ -128,7 +122,7 @@ class LayerBench:
         """Free everything, flux's workspaces too: the next workload is to find the GPU as this one did."""
         self.weights.clear()
         self.context = None
-        self._synchronize()
+        torch.cuda.synchronize()
         dist.barrier(group=self.here.ranks)  # nobody uses another's memory any more
         for bound in BOUNDS.values():
             bound.close()
@@ -144,7 +138,6 @@ class LayerBench:
             torch.cuda.empty_cache()
 
     def _variants(self, stack: ExitStack) -> list[Variant]:
-        """Build and warm up every variant that can run here."""
         ready = []
         # Others' weights first, which sharded layers are made from.
         for name in sorted(self.config.variants, key=lambda name: variants.base_of(name) in variants.FSDP):
@@ -182,7 +175,11 @@ class LayerBench:
         if self.workload.context_length is not None and self.context is None:
             self.context = static_context(self.workload, tp, self.here.group.rank(), self.here.device)
         if kind == "te_ub":
-            self._userbuffer_bytes = stack.enter_context(variants.userbuffers(self.workload, tp))
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            shape, fp8 = [self.workload.tokens, self.workload.shape.hidden_size], self.workload.fp8 is not None
+            stack.enter_context(harness.userbuffers(shape, tp, fp8=fp8))
+            self._userbuffer_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         if kind in variants.FSDP:
             return variants.build_sharded(kind, self.workload, self.weights, self.here.group, self.here.device)
         block = variants.build(kind, self.workload, tp, self.here.device)
@@ -196,10 +193,7 @@ class LayerBench:
         return block if self.trained else block.eval()
 
     def _held_bytes(self, variant: Variant) -> int:
-        """Return the bytes of weights, main gradients and caches: those that all variants share, or shards of its own.
-
-        The gradients of shards are made in the first step, and count there.
-        """
+        """Return the bytes of weights, main gradients and caches that all variants share, or of a variant's shards."""
         if (base := variants.base_of(variant.name)) in variants.FSDP:
             sharded: Any = self._blocks[base][0]
             return sum(weight.to_local().nbytes for weight in sharded.parameters())
@@ -222,13 +216,13 @@ class LayerBench:
         if (bound := BOUNDS.get(variants.base_of(variant.name))) is not None:
             bound.clear()
         variants.look_inside(variant)
-        self._synchronize()
+        torch.cuda.synchronize()
         if self.on_gpu:
             held = self._held_bytes(variant)
             torch.cuda.reset_peak_memory_stats()
             with variant.active():
                 variant.run()
-            self._synchronize()
+            torch.cuda.synchronize()
             # torch's caching allocator knows neither of symmetric memory nor of userbuffers.
             flux = variant.name.startswith("flux")
             outside = group_state.slab_bytes() if flux else variant.facts.get("userbuffer_bytes", 0)
@@ -270,10 +264,10 @@ class LayerBench:
         parts, name = {}, None
         if self.config.trace and self.on_gpu:
             name = f"trace-{self.workload.label}-{variant.name.replace(':', '-')}.json.gz"
-            self._synchronize()
+            torch.cuda.synchronize()
             dist.barrier(group=self.here.ranks)
             with variant.active():
-                trace = trace_step(variant.run, self.config.out / name if self.here.first else None)
+                trace = trace_step(variant.run, self.config.out / name if self.here.ranks.rank() == 0 else None)
             parts = breakdown.of_layers(trace, self.workload.layers) if trace else {}
         return {
             **row(self.workload, variant, samples),
@@ -296,10 +290,7 @@ class LayerBench:
         return compare(result, reference, self.here.ranks, self._rounding, wires)
 
     def _right_result(self, results: dict[str, Result]) -> tuple[str, Result]:
-        """Return the name and result of what others are compared with: the baseline's.
-
-        Adapters of stock TransformerEngine do without gathered norm outputs here, whose gradients it drops.
-        """
+        """Return the name and result of what others are compared with: the baseline's, with right gradients."""
         from megatron_flux.train.lora import own_gathers
 
         name = baseline_of(results)
@@ -335,10 +326,6 @@ class LayerBench:
         x = torch.randn(shape, **how)
         return (x.requires_grad_(), torch.randn(shape, **how) * 1e-2) if self.trained else (x, None)
 
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.here.device)
-
 
 def cache_of(context: Any) -> list[torch.Tensor]:
     """Return the keys and values of all layers; none without a context."""
@@ -367,7 +354,7 @@ def trace_step(step: Callable[[], object], path: Path | None) -> dict[str, Any] 
 
     Only the GPU's side and the CUDA calls are recorded: recording every torch operator slows the host so much that
     small layers would show gaps they do not have. Returns the trace, which is also written to ``path`` (``.json.gz``);
-    None without one, on ranks that only take part.
+    None without one.
     """
     traces: list[dict[str, Any]] = []
     recording: AbstractContextManager[profile | None] = nullcontext()
@@ -428,13 +415,9 @@ def row(workload: Workload, variant: Variant, samples: dict[str, Samples]) -> di
 
 
 def run(wanted: LayerRun, *, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure all workloads on all ranks, with torch.distributed and Megatron's parallel state initialised.
+    """Measure all workloads on all ranks, in Megatron's parallel state; return the summary.
 
-    The first rank writes summary, rounds and traces into the run folder, and calls ``log`` with lines for people.
-    Returns the summary, on the other ranks without the breakdowns.
-
-    Raises:
-        UserError: a link that is not there, or CUDA graphs over one that has none.
+    The first rank writes summary, rounds and traces into the run folder, and calls ``log``. Others have no breakdowns.
     """
     from megatron.core import parallel_state
 

@@ -3,18 +3,14 @@
 :class:`NoCommunication` shows the time of a step if all communication were free: it is the reference backend, whose
 collectives are replaced while a step runs. A gather returns a buffer that was filled once with the local shard, as
 often as there are ranks: real data, because a matrix product of zeros draws less power and runs faster. A
-reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS, as in megatron-core's own
-layers) and everything around them are those of a real step; the numbers are wrong on purpose. FP8 bytes and scales are
-those of a step whose scales had settled (:meth:`NoCommunication.clear`).
+reduce-scatter returns the local rows of the local partial product. Shapes, GEMMs (cuBLAS) and everything around them
+are those of a real step; the numbers are wrong on purpose. FP8 bytes and scales are those of a step whose scales had
+settled (:meth:`NoCommunication.clear`).
 
 :class:`Unsynchronised` copies the bytes of every collective to the peers by copy engine beside the GEMMs, and waits for
-none of them: perfect overlap, with the power that link, memory and copy engines draw. The difference between the two
-estimates what no schedule hides. It is no strict bound: flux multiplies with its own kernels where cuBLAS does here,
-and its reduce-scatters send from the kernel: of a layer's ten collectives, all copies here, flux copies six. On four
-H200s flux was between 0.2 % faster (Llama-405B) and 1.9 % slower (GPT-3, Llama-70B) than this
-(results/layer-h200x4-more and results/layer-h200x4-ahead).
-
-Only the benchmark knows these backends: it registers them, never an import.
+none of them: perfect overlap, with the power that link, memory and copy engines draw. It is no strict bound: flux
+multiplies with its own kernels where cuBLAS does here, and its reduce-scatters send from the kernel. On four H200s flux
+was between 0.2 % faster and 1.9 % slower than this (results/layer-h200x4-more and results/layer-h200x4-ahead).
 """
 
 from __future__ import annotations
@@ -37,8 +33,6 @@ from megatron_flux.ops.fp8_operand import Fp8Operand
 
 
 class _Replaced(torch.autograd.Function):
-    """A collective whose forward and backward are these functions."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Any, backward: Any) -> Any:
         ctx.of_backward = backward

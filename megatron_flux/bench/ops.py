@@ -21,7 +21,6 @@ it is set. Other projects' operators: ``bench peers``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -39,24 +38,18 @@ from megatron_flux.bench.options import OpsRun
 from megatron_flux.comm import agreement, links, transports
 from megatron_flux.comm.group_state import state_of
 from megatron_flux.errors import UserError
+from megatron_flux.log_once import logger
 from megatron_flux.ops import timing
 from megatron_flux.ops.gemm import cublas_takes
 from megatron_flux.run import folder
 
-logger = logging.getLogger("megatron_flux")
-
 LINK_BYTES = 64 << 20
-TOLERANCE = {"exact": 0.01, "int8": 0.03}
-"""Largest ``differences`` that pass, by wire format."""
+TOLERANCE = {"exact": 0.01, "int8": 0.03}  # largest ``differences`` that pass, by wire format
 REPLAYS = 4
 
 
 def runs_of(inputs: Operands, backends: Sequence[str], wire: str) -> Runs:
-    """Return the runs of all variants by name: ``gemm``, ``nccl``, ``serial``, then ``backends``.
-
-    Raises:
-        UserError: FP8 operands that cuBLASLt, their stock GEMM, does not multiply on this GPU.
-    """
+    """Return the runs of all variants by name. Raises UserError: cuBLASLt does not multiply the FP8 operands."""
     case, pair = inputs.case, inputs.pair
     if case.direction == "decode":
         return _decode_runs(inputs)
@@ -135,29 +128,21 @@ def measure(case: Case, wanted: OpsRun, here: Ranks, rate: float) -> Measured:
     for name, difference in differences.items():
         if not difference <= TOLERANCE[wire]:
             here.say(f"{name}: its result is NOT serial's: {difference}")
-    if here.device.type == "cuda":
-        torch.cuda.empty_cache()
     return [row], [], [{**asdict(case), "arm": name, **one} for name, one in samples.items()]
 
 
 def run(
     wanted: OpsRun, cases: Sequence[Case], group: dist.ProcessGroup, log: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Measure ``cases`` on the ranks of ``group``. The first rank writes the run folder and calls ``log``.
-
-    Raises:
-        UserError: the group cannot run the fused backend (with the reason).
-    """
+    """Measure ``cases`` on the ranks of ``group``. The first rank writes the run folder and calls ``log``."""
     links.want(links.Wanted(wanted.link))
     device = device_of("bench ops", group, DTYPES[wanted.dtype])
     here = harness.ranks_of(group, device, wanted.link, 600.0, log)
     chunks = links.by_chunks(here.link)
     if chunks and any(case.direction == "decode" for case in cases):
         raise UserError(f"--directions decode: CUDA graphs need NVLink, the link is {here.link.kind}; leave decode out")
-    if chunks:
-        rate = timing.gather_rate(transports.transport_of(group, device), group, LINK_BYTES)
-    else:
-        rate = _link_rate(group, device)
+    transport = transports.transport_of(group, device) if chunks else None
+    rate = timing.gather_rate(transport, group, LINK_BYTES) if transport else _link_rate(group, device)
     here.say(f"{len(cases)} calls on {group.size()} ranks, {here.link.kind}, {rate:.0f} GB/s a rank")
     about = {
         **({"wire": wanted.wire} if chunks else {}),

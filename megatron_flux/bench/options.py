@@ -21,10 +21,8 @@ from megatron_flux.train.options import GradWireOptions, LinkOptions, LoraOption
 from megatron_flux.train.presets import LAYERS, PRESETS
 
 BY_DEFAULT = ["gpt3-175b", "llama2-70b", "llama3-405b"]
-"""Models that a benchmark measures by default: a few minutes' worth."""
 MANY_ROWS = (1024, 2048, 4096, 8192, 16384)
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
 VARIANTS = ["te", "local", "te_ub", "flux_local", "flux_te", "no_communication"]
 """Variants of ``bench layer`` that run by default; see :mod:`megatron_flux.bench.variants`."""
 BASES = (*VARIANTS, "unsynchronised", "fsdp", "fsdp_bf16")
@@ -36,8 +34,6 @@ _fp8 = partial(option, None, long="fp8-recipe")
 
 
 class _Measured(Options):
-    """How a benchmark measures."""
-
     group: ClassVar[str] = "Measuring"
 
     rounds: int = option(7, "Rounds per call; every round times all variants, in random order.", ge=1)
@@ -47,8 +43,6 @@ class _Measured(Options):
 
 
 class _Calls(LinkOptions):
-    """Operator calls and where they run, of ``bench ops`` and ``tune``."""
-
     group: ClassVar[str] = "Calls"
 
     preset: list[str] = option(BY_DEFAULT, f"Models whose linears are called: {', '.join(PRESETS)}.")
@@ -66,11 +60,7 @@ class _Calls(LinkOptions):
     )
 
     def cases(self) -> list[Case]:
-        """List the calls of a run, whose ``tp`` is known.
-
-        Raises:
-            UserError: an unknown model, or sizes that ``tp`` does not divide.
-        """
+        """List the calls of a run. Raises UserError: an unknown model, or sizes that ``tp`` does not divide."""
         tp, cases = self.tp or 1, []
         for name in _known("--preset", self.preset, PRESETS):
             shape = PRESETS[name].shape
@@ -179,11 +169,7 @@ class PeersOptions(_Measured):
     device: Literal["cuda", "cpu"] = _in_file("cuda", "cpu runs stock and flux over gloo, to try the command.")
 
     def cases(self) -> list[Case]:
-        """List the calls of a run, whose ``tp`` is known.
-
-        Raises:
-            UserError: an unknown model or arm, or sizes that ``tp`` does not divide.
-        """
+        """List the calls of a run. Raises UserError: an unknown model or arm, or sizes that ``tp`` does not divide."""
         from megatron_flux.bench.arms import ARMS
 
         tp, cases = self.tp or 1, []
@@ -250,11 +236,7 @@ def check_graphs(cuda_graphs: bool, link: str | None) -> None:
 
 
 def flux_config(name: str, **settings: Any) -> FluxConfig:
-    """Return the settings of the variant ``name``: ``settings``, and over them what its name says behind colons.
-
-    Raises:
-        UserError: a name or a value that :class:`~megatron_flux.config.FluxConfig` does not have.
-    """
+    """Return ``settings``, and over them what the variant's ``name`` says behind colons. Raises UserError."""
     from megatron_flux.patch.patcher import check
 
     base, *words = name.split(":")
@@ -275,12 +257,7 @@ def flux_config(name: str, **settings: Any) -> FluxConfig:
 
 
 def layer_run(options: LayerOptions, tp: int) -> LayerRun:
-    """Decide everything that ``options`` leave open.
-
-    Raises:
-        UserError: an unknown model, variant or backend, options that exclude each other, or sizes that ``tp`` does not
-            divide.
-    """
+    """Decide everything that ``options`` leave open. Raises UserError: what cannot be measured."""
     from megatron_flux.ops import backend_names
 
     mode, trained = options.mode, options.mode == "training"
@@ -354,5 +331,4 @@ def _known(option: str, names: Sequence[str], known: Collection[str]) -> list[st
 
 
 def _recipes(fp8: Sequence[Recipe] | None) -> list[Recipe | None]:
-    """Return the recipes, each once; None of bf16 alone."""
     return list(dict.fromkeys(fp8)) if fp8 else [None]

@@ -16,7 +16,6 @@ Fields of a row, one per call and arm: ``device``, ``op``, ``model``, ``m``, ``n
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable
@@ -36,25 +35,20 @@ from megatron_flux.bench.harness import WARMUP_STEPS, Measured, Ranks, Variant
 from megatron_flux.bench.options import PeersRun
 from megatron_flux.comm import agreement
 from megatron_flux.errors import FluxError, UserError
+from megatron_flux.log_once import logger
 from megatron_flux.run import rank
 from megatron_flux.telemetry import environment
-
-logger = logging.getLogger("megatron_flux")
 
 TOLERANCE = {"bf16": 0.01, "fp8": 0.06}
 """Largest ``error`` that passes. FP8 is compared with products of the same 8-bit numbers, which the tensor core sums in
 14 bits."""
 ROWS_AT_ONCE = 4096
 
-Watch = Callable[[], AbstractContextManager[None]]
-"""Opens :func:`watched` of one arm and call."""
+Watch = Callable[[], AbstractContextManager[None]]  # opens :func:`watched` of one arm and call
 
 
 def set_environment() -> None:
-    """Switch NVLink multicast off in every arm. Call before CUDA or any of the libraries starts.
-
-    Raises UserError: the user has switched it on.
-    """
+    """Switch NVLink multicast off, before CUDA or a library starts. Raises UserError: the user has it on."""
     rank.set_environment()
     for name, value in rank.MEASURED.items():
         if os.environ[name] != value and name != "CUDA_DEVICE_MAX_CONNECTIONS":
@@ -91,7 +85,7 @@ def watched(arm: str, case: Case, seconds: float) -> AbstractContextManager[None
 def checked(
     way: Callable[[], torch.Tensor], right: torch.Tensor, watch: Watch, ranks: dist.ProcessGroup, what: str
 ) -> tuple[float | None, str | None]:
-    """Run a way a few times. Returns its largest error, of all calls and ranks, or the reason why there is none.
+    """Run a way a few times; return its largest error, of all calls and ranks, or the reason why there is none.
 
     Ranks agree after each call, so that one that raises on some ranks leaves no collective without its peers.
     """
@@ -107,7 +101,7 @@ def checked(
         if error is None:
             return None, reason
         errors += agreement.of_all_ranks(error, ranks)
-    return max(errors, key=lambda one: (one != one, one)), None  # max() alone would pass over a NaN
+    return torch.tensor(errors).max().item(), None  # NaN if one is
 
 
 def measure(case: Case, wanted: PeersRun, here: Ranks) -> Measured:
@@ -175,13 +169,7 @@ def run(wanted: PeersRun, group: dist.ProcessGroup, log: Callable[[str], None] =
     cases = wanted.cases()
     here.say(f"{len(cases)} calls on {group.size()} ranks, {here.link.kind}, arms: {', '.join(wanted.arms)}")
     about = {"rounds": wanted.rounds, "burst": wanted.burst}
-
-    def measured(case: Case, _: float | None) -> Measured:
-        found = measure(case, wanted, here)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return found
-
+    measured = lambda case, _: measure(case, wanted, here)  # noqa: E731
     with torch.no_grad():
         return harness.run_cases(cases, here, measured, about, wanted.out, wanted.seconds)
 

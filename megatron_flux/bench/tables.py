@@ -32,7 +32,8 @@ def _title(summary: Row, calls: int) -> str:
     return f"{tp} x {summary['device']}, {link(summary)}, tp = {tp}, {calls} call(s)"
 
 
-def _direction(row: Row) -> str:
+def direction(row: Row) -> str:
+    """Name the direction, and the FP8 recipe if there is one."""
     recipe = row.get("fp8")
     return f"{row['direction']}{'' if recipe is None else f', FP8 {recipe}'}"
 
@@ -41,7 +42,7 @@ def line(row: Row) -> str:
     """Return one call of ``bench ops`` as a line."""
     times = " ".join(f"{name} {number(row[f'{name}_ms'])}" for name in NAMES if f"{name}_ms" in row)
     return (
-        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {_direction(row):<7} m={row['m']:<5} n={row['n']:<5} "
+        f"{row['op'][:3]} {row['model']:<10} {row['layer']:<4} {direction(row):<7} m={row['m']:<5} n={row['n']:<5} "
         f"k={row['k']:<5} {times} E {number(row['e_overlap'], '.0%')} bound {row['bound_ms']:.3f} "
         f"[{row['tuned_choice']}]"
     )
@@ -57,7 +58,7 @@ def show_ops(summary: Row) -> None:
         times = {name: row.get(f"{name}_ms") for name in names}
         fastest = min(ms for name in whole if (ms := times[name]) is not None)
         return [
-            *(SHORT[row["op"]], row["model"], row["layer"], _direction(row), f"{row['m']} x {row['n']} x {row['k']}"),
+            *(SHORT[row["op"]], row["model"], row["layer"], direction(row), f"{row['m']} x {row['n']} x {row['k']}"),
             *(Text(number(ms), "bold" if name in whole and ms == fastest else "") for name, ms in times.items()),
             *(number(efficiency(row, name), ".0%") for name in whole if name != "serial"),
             row["tuned_choice"],

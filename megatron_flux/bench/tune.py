@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -23,6 +22,7 @@ from megatron_flux.comm import agreement, links
 from megatron_flux.errors import UserError
 from megatron_flux.kernels.wire import EXACT
 from megatron_flux.layers.fp8 import GATHERED_AS
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.table import number
 from megatron_flux.ops.backends.registry import get_backend
 from megatron_flux.ops.call import OperatorCall
@@ -30,8 +30,6 @@ from megatron_flux.ops.tuner import cache
 from megatron_flux.ops.tuner.cache import Entry
 from megatron_flux.ops.tuner.keys import key_of
 from megatron_flux.run import rank
-
-logger = logging.getLogger("megatron_flux")
 
 
 def run(
@@ -41,12 +39,9 @@ def run(
 
     Where the link goes by chunks, also of what wgrad gathers beside the dgrads among them. The first rank reads and
     writes the cache, after every case, and calls ``log`` with a line. With ``force`` an old plan stays until there is a
-    new one; what this process has measured or read before is not measured again. The tuner's file is that of ``wanted``
-    from then on.
+    new one. The tuner's file is that of ``wanted`` from then on.
 
-    Raises:
-        UserError: the group cannot run the fused backend (with the reason).
-        OperatorError: a plan could not be stored, because the file cannot be read or written.
+    Raises UserError: the group cannot run the fused backend. Raises OperatorError: a plan could not be stored.
     """
     dtype = DTYPES[wanted.dtype]
     links.want(links.Wanted(wanted.link))
@@ -76,7 +71,7 @@ def run(
                 times = ", ".join(f"{name} {number(plan.ms.get(name))} ms" for name in (plan.label, "reference"))
                 log(
                     f"[{count}/{len(cases)}, {time.monotonic() - began:.0f} s] {case.op} {case.model} {case.layer} "
-                    f"{_how(case)} m={case.m} n={case.n} k={case.k}: {times}{note}"
+                    f"{tables.direction(vars(case))} m={case.m} n={case.n} k={case.k}: {times}{note}"
                 )
             del call
             torch.cuda.empty_cache()
@@ -98,16 +93,11 @@ def _gathers(cases: Iterable[Case]) -> list[Case]:
 
 
 def _call(case: Case, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, wire: str) -> OperatorCall:
-    """Return the call, on operands of its own."""
     if case.op == "all_gather":
         kind, wire = (dtype, wire) if case.fp8 is None else (GATHERED_AS, EXACT)
         x = torch.randn(case.m // group.size(), case.k, device=device).to(kind)
         return OperatorCall(case.op, x, None, group, wire=wire)
     return as_tuned(operands(case, group, dtype, device), wire)
-
-
-def _how(case: Case) -> str:
-    return case.direction if case.fp8 is None else f"{case.direction} FP8 {case.fp8}"
 
 
 def _is_cached(key: str, m: int) -> bool:
@@ -132,5 +122,7 @@ def work(text: str) -> None:
     with harness.opened(wanted.link) as group:
         done = run(wanted, wanted.cases(), group, logger.info)
     if rank.is_first():
-        tables.show_plans([(f"{case.model} {case.layer} {_how(case)}", key, plan) for case, key, plan in done])
+        name = "{model} {layer} ".format
+        calls = [(name(**vars(case)) + tables.direction(vars(case)), key, plan) for case, key, plan in done]
+        tables.show_plans(calls)
         logger.info("plans: %s", wanted.cache)

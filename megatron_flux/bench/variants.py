@@ -1,10 +1,10 @@
 """Variants of ``bench layer`` and their layers; docs/commands.md lists them.
 
 Variants whose layers are the same use the same module objects, and all share one set of weights and main gradients.
-That keeps the memory of one variant, makes results comparable number by number, and lets no variant profit from where
-its weights lie. TransformerEngine's linears hold the norm before them, megatron-core's do not: :func:`shared_name` maps
-one naming to the other. Gradients end as in Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a
-hook adds other gradients, and ``grad`` is dropped at once. All leave out rotary embedding, the final norm and dropout.
+That keeps the memory of one variant, and makes results comparable number by number. TransformerEngine's linears hold
+the norm before them, megatron-core's do not: :func:`shared_name` maps one naming to the other. Gradients end as in
+Megatron's data parallelism: wgrad's GEMM adds to an fp32 ``main_grad``, a hook adds other gradients, and ``grad`` is
+dropped at once. All leave out rotary embedding, the final norm and dropout.
 
 The bounds run local layers where TransformerEngine cannot run. In FP8 they have TransformerEngine's to themselves: the
 amaxes of the others would be those of steps without communication.
@@ -13,8 +13,7 @@ Experts are divided among the tensor-parallel ranks and each of them is whole (E
 that the bounds have too. Tokens go to experts that the benchmark has chosen (:func:`fix_routing`).
 
 ``fsdp`` and ``fsdp_bf16`` (:mod:`megatron_flux.train.fsdp`) have whole layers with shards of their own, made from the
-shared weights, and as many tokens: each rank has its part of the same sequences. :func:`as_tensor_parallel` brings
-their results into the form of the others'.
+shared weights, and as many tokens: each rank has its part of the same sequences.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ from megatron_flux.train.presets import ExpertShape, ModelShape
 BlockKind = Literal["te", "te_ub", "te_bound", "local", "fsdp", "fsdp_bf16"]
 FSDP: dict[str, torch.dtype] = {"fsdp": torch.float32, "fsdp_bf16": torch.bfloat16}
 """Variants without tensor parallelism, and the dtype that gradients are reduced in."""
-NEED_PEERS = ("te_ub", "unsynchronised")
-"""Variants whose ranks write into each other's memory."""
+NEED_PEERS = ("te_ub", "unsynchronised")  # variants whose ranks write into each other's memory
 
 
 def base_of(name: str) -> str:
@@ -215,11 +213,7 @@ def as_tensor_parallel(
 
 
 def look_inside(variant: Variant) -> None:
-    """Run one step and note what flux did in it.
-
-    Raises:
-        UserError: no layer ran flux.
-    """
+    """Run one step and note what flux did in it. Raises UserError: no layer ran flux."""
     if base_of(variant.name) in ("te", "local", "te_ub", *FSDP):
         return
     ops.stats.reset()  # calls and fallbacks of this step alone
@@ -237,10 +231,7 @@ def look_inside(variant: Variant) -> None:
 
 
 def without_amax_reductions(block: torch.nn.Module) -> AbstractContextManager[object]:
-    """Leave out the reductions of amaxes over ranks in ``block``, after forward and backward or tensor by tensor.
-
-    From its first step on every rank scales by its own amaxes, so ``block`` must run in no other way.
-    """
+    """Leave out amax reductions over ranks in ``block``, which must run in no other way from then on."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     for module in block.modules():
@@ -252,42 +243,13 @@ def without_amax_reductions(block: torch.nn.Module) -> AbstractContextManager[ob
     return mock.patch.object(FP8GlobalStateManager, "reduce_tensor_across_group_op_max", nothing)
 
 
-@contextmanager
-def userbuffers(workload: Workload, tp: int) -> Iterator[int]:
-    """Open TransformerEngine's userbuffers for one workload; yields the bytes they took on this GPU.
-
-    NVLink multicast stays off: that is UB_SKIPMC=1, which the worker sets before TransformerEngine is imported.
-    """
-    import transformer_engine.pytorch as te
-
-    torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info()
-    modes = te.UserBufferQuantizationMode
-    try:
-        te.initialize_ub(
-            [workload.tokens, workload.shape.hidden_size],
-            tp,
-            quantization_modes=[modes.NONE if workload.fp8 is None else modes.FP8],
-            dtype=torch.bfloat16,
-            bootstrap_backend="gloo",
-        )
-        after, _ = torch.cuda.mem_get_info()
-        yield max(0, before - after)
-    finally:
-        te.destroy_ub()
-
-
 def dtype_of(device: torch.device, recipe: Recipe | None = None) -> torch.dtype:
     """Return bf16 on GPUs and around FP8, fp32 elsewhere."""
     return torch.bfloat16 if device.type == "cuda" or recipe is not None else torch.float32
 
 
 def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) -> torch.nn.Module:
-    """Build a block of ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state.
-
-    Blocks differ in their linears, and ``te_ub`` from ``te`` in ``tp_comm_overlap`` alone. Those of ``FSDP`` are for
-    :func:`build_sharded`.
-    """
+    """Build ``workload.layers`` layers on ``device``, initialised from torch's and Megatron's random state."""
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.utils import init_method_normal
@@ -335,11 +297,7 @@ def build(kind: BlockKind, workload: Workload, tp: int, device: torch.device) ->
 
 
 def build_sharded(kind: str, workload: Workload, weights: Mapping[str, Any], group: Any, device: torch.device) -> Any:
-    """Build the layers of ``fsdp`` or ``fsdp_bf16`` from the shared ``weights`` of ``group``. Collective.
-
-    Raises:
-        UserError: there are no weights, or a micro-batch cannot be divided by sequences.
-    """
+    """Build ``fsdp``'s layers from ``group``'s shared ``weights``. Collective. Raises UserError: it cannot be done."""
     from megatron_flux.train import fsdp
 
     if reason := undivided(workload.micro_batch, group.size()):
@@ -374,10 +332,9 @@ def expert_options(shape: ModelShape, tp: int, device: str) -> dict[str, Any]:
 
 
 def fix_routing(block: torch.nn.Module, tokens: int) -> None:
-    """Let every router replay one choice of experts for this rank's ``tokens``: each expert gets as many as any other.
+    """Let every router replay one choice of experts for this rank's ``tokens``, as many for each expert.
 
-    Variants round differently, so routers that choose would send a few tokens to other experts, and results could not
-    be compared. The probabilities are the router's own, and so are its gradients. Its top-k alone is left out.
+    Variants round differently, and would send a few tokens to other experts. Probabilities are the router's own.
     """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -401,11 +358,7 @@ def shared_name(name: str) -> str:
 
 
 def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Replace the block's own parameters by ``weights`` (by :func:`shared_name`).
-
-    Raises:
-        FluxError: the two do not have the same parameters, or not of the same shapes.
-    """
+    """Replace the block's own parameters by ``weights`` (by :func:`shared_name`). Raises FluxError: they differ."""
     own = dict(block.named_parameters())
     differ = {shared_name(name) for name in own} ^ weights.keys()
     if differ:
@@ -422,8 +375,7 @@ def share(block: torch.nn.Module, weights: dict[str, Any]) -> None:
 def shareable_weights(block: torch.nn.Module, *, trained: Callable[[str], bool]) -> dict[str, Any]:
     """Return all parameters by :func:`shared_name`, for :func:`share`.
 
-    Those whose names are ``trained`` get an fp32 ``main_grad``, into which a hook adds as Megatron's
-    DistributedDataParallel does. Others require no gradient.
+    Those ``trained``, by name, get a ``main_grad`` in fp32, to which a hook adds as Megatron's data parallelism does.
     """
 
     def add(parameter: Any) -> None:

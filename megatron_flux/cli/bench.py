@@ -84,10 +84,7 @@ def _calls(run: OpsRun | TuneRun | PeersRun) -> dict[str, Any]:
 
 
 def _ready_for_gpus(command: str, without: bool, otherwise: str = "") -> None:
-    """Set the environment, before asking for GPUs may start CUDA, and refuse a machine that cannot measure.
-
-    Raises UserError: no GPU, or one alone, unless it works ``without``; ``otherwise`` says what works besides dry runs.
-    """
+    """Set the environment and refuse a machine without two GPUs, unless the command works ``without``."""
     if without:
         return
     import torch

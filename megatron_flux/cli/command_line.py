@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from argparse import SUPPRESS
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args
@@ -45,7 +45,10 @@ def read(model: type[Model], words: Sequence[str], *, prog: str, about: str, lau
         SystemExit: ``--help``, which is printed.
     """
     parser = Parser(model, prog=prog, about=about, launches=launches)
-    given = parser.read(words)
+    found, rest = parser.parse_known_args(words)
+    if rest:
+        parser.error(parser.unknown(rest[0]))
+    given = vars(found)
     file, settings, dry_run = None, [], False
     if launches:
         file, settings, dry_run = given.pop("config", None), given.pop("set", []), given.pop("dry_run", False)
@@ -55,13 +58,13 @@ def read(model: type[Model], words: Sequence[str], *, prog: str, about: str, lau
     if unknown := changed.keys() - model.model_fields.keys():
         name = unknown.pop()
         raise _no_option(f"--set {name}={changed[name]}", name, model)
-    for origin, found in (
+    for origin, read_there in (
         (f"--config {file}: ", {} if file is None else read_file(file, model)),
         ("--set ", changed),
         ("--", given),
     ):
-        values |= found
-        origins |= dict.fromkeys(found, origin)
+        values |= read_there
+        origins |= dict.fromkeys(read_there, origin)
     try:
         return model(**values), dry_run
     except ValidationError as error:
@@ -76,7 +79,6 @@ class Parser(argparse.ArgumentParser):
     """The parser of one command, whose errors are one line and know what a wrong option may have meant."""
 
     def __init__(self, model: type[Options], *, prog: str, about: str, launches: bool) -> None:
-        """Add the options of ``model`` under the headings of its classes."""
         usage = "%(prog)s [options]" if launches else None
         super().__init__(prog=prog, description=about, usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
         self.model = model
@@ -114,18 +116,12 @@ class Parser(argparse.ArgumentParser):
             self._headings[heading] = self.add_argument_group(heading)
         self._headings[heading].add_argument(*flags, **how)
 
-    def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the values that ``words`` give, unchecked, by field or launch option."""
-        found, rest = self.parse_known_args(words)
-        if rest:
-            self.error(self._unknown(rest[0]))
-        return vars(found)
-
     def error(self, message: str) -> NoReturn:
         """Raise a UserError."""
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
-    def _unknown(self, word: str) -> str:
+    def unknown(self, word: str) -> str:
+        """Say what is wrong with ``word``, and what it may have meant."""
         if not word.startswith("-"):
             return f"unexpected argument: {word}"
         given = word.partition("=")[0]
@@ -135,24 +131,19 @@ class Parser(argparse.ArgumentParser):
         return f"no such option: {given}" + (f", did you mean {near[0]}?" if near else "")
 
 
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """List the types and values in ``annotation``."""
-    if not (inner := get_args(annotation)):
-        yield annotation
-    for part in inner:
-        yield from _leaves(part)
+def _leaves(annotation: Any) -> list[Any]:
+    inner = get_args(annotation)
+    return [leaf for part in inner for leaf in _leaves(part)] if inner else [annotation]
 
 
 def _metavar(field: FieldInfo) -> str:
-    """Return the values of a choice, else the type of the value."""
-    leaves = list(_leaves(field.annotation))
+    leaves = _leaves(field.annotation)
     if choices := [leaf for leaf in leaves if isinstance(leaf, str)]:
         return f"{{{','.join(choices)}}}"
     return next(leaf.__name__ for leaf in leaves if isinstance(leaf, type) and leaf is not NoneType).upper()
 
 
 def _help(field: FieldInfo) -> str:
-    """Return the description, with the default where there is one to name."""
     default = ",".join(map(str, field.default)) if isinstance(field.default, list) else field.default
     default = "on" if default is True else default
     shown = "" if field.is_required() or default in (None, "", False) else f" [{default}]"
@@ -160,10 +151,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def read_file(file: Path, model: type[Options]) -> dict[str, Any]:
-    """Read the options of ``file``, by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``.
-
-    Raises UserError: no file, no YAML, or no such option.
-    """
+    """Read options by field, unchecked: ``NAME: VALUE`` lines, or a run's ``config.json``. Raises UserError."""
     given = plain_yaml.read(file, f"--config {file}")
     if isinstance(given.get("options"), dict):
         # The run may be another command's: train's --no-flux is nothing to compare.

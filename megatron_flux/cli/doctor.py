@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from megatron_flux.options import Options, option
 
@@ -16,16 +15,12 @@ class DoctorOptions(Options):
 
 def doctor(options: DoctorOptions) -> None:
     """Say what this machine has and whether flux can run (exit code 1: it cannot)."""
-    from rich.console import Console
-
     from megatron_flux.telemetry import environment
 
     found = environment.examine()
     if options.json_:
         print(json.dumps(found, indent=2))
     else:
-        # rich would fold a pipe at 80 columns.
-        width = None if sys.stdout.isatty() else 160
-        environment.show(found, Console(highlight=False, emoji=False, markup=False, width=width))
+        environment.show(found)
     if not found["ok"]:
         raise SystemExit(1)

@@ -53,12 +53,7 @@ def taken_by(function: Callable[..., None]) -> tuple[type[Options], bool]:
 
 
 def find(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command that ``words`` begin with, and the words after it.
-
-    Raises:
-        UserError: there is none.
-        SystemExit: help or the version was asked for, and is printed.
-    """
+    """Return the command that ``words`` begin with, and the words after it; or print help or version, and exit."""
     name = next((name for count in (2, 1) if (name := " ".join(words[:count])) in COMMANDS), None)
     if name is not None:
         return name, list(words[len(name.split()) :])

@@ -42,7 +42,6 @@ def fold(options: FoldOptions) -> None:
 
 
 def _summary(done: dict[str, Any], out: Path) -> str:
-    """Format one paragraph for the terminal."""
     folded = sum(mlp["state"] == "folded" for mlp in done["mlps"])
     shared = sorted(set.intersection(*(set(mlp["tp"]) for mlp in done["mlps"])))
     errors = [mlp["error"] for mlp in done["mlps"] if mlp["error"] is not None]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_flux.errors import UserError
+from megatron_flux.metrics import strict_json
 from megatron_flux.options import Options, argument, option, read_settings
 from megatron_flux.slurm import queue
 from megatron_flux.slurm.job import Job, Mode, Resolved, resolve
@@ -84,13 +85,8 @@ def render(options: RenderOptions) -> None:
     _, text = script(options)
     if options.out is None:
         print(text, end="")
-        return
-    try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text)
-        options.out.chmod(0o755)
-    except OSError as error:
-        raise UserError(f"--out {options.out} cannot be written: {error.strerror}; give another file") from None
+    else:
+        strict_json.write_text(options.out, text).chmod(0o755)
 
 
 def submit_job(options: SubmitOptions) -> None:
@@ -150,8 +146,7 @@ def _say_where(root: Path) -> None:
     print(f"folder: {root}\nwatch:  megatron-flux slurm status {shlex.quote(str(root))}", flush=True)
 
 
-_OF_JOB = ("repetitions", "retries")
-"""Fields of a job that ``--set`` changes; those of its layout are options."""
+_OF_JOB = ("repetitions", "retries")  # fields of a job that ``--set`` changes; those of its layout are options
 
 
 def _layout(options: JobOptions) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Start commands: describe the run, make its folder, start its ranks.
 
-    if start.described(dry_run, describe, out): return              # checks the folder; a dry run ends here
-    start.on_ranks(command, about, module, argument, ranks, left=...)
-
 Under a launcher of the user's own (torchrun, srun) each process is a rank, and does its work here.
 """
 
@@ -32,10 +29,7 @@ def described(
     overwrite: bool = False,
     resuming: bool = False,
 ) -> bool:
-    """Return True after printing a dry run's description. Before that, check the folder ``out``, if any.
-
-    Raises UserError: the folder is taken.
-    """
+    """Check the folder ``out``, if any; return True after printing a dry run's description. Raises UserError."""
     if out is not None and rank.is_first():
         folder.check_free(out, overwrite=overwrite, resuming=resuming)
     if dry_run and rank.is_first():
@@ -52,10 +46,7 @@ def description(run: BaseModel, options: Options, more: Mapping[str, Any]) -> di
 
 
 def benchmark(module: str, about: str, run: Any, options: Any, more: Mapping[str, Any], dry_run: bool) -> None:
-    """Run ``module.work(run)`` in a folder of its own: ``options.out``, or one that is named after the benchmark.
-
-    ``run`` and ``options`` are the benchmark's models; ``about`` is printed, ``more`` goes into the description.
-    """
+    """Run ``module.work(run)`` in ``options.out``, or a folder named after the benchmark; ``more`` describes it."""
     command = f"bench {module.rpartition('.')[2]}"
     out, overwrite = options.out or folder.default_folder(*command.split()), options.overwrite
     run = run.model_copy(update={"out": out})
@@ -69,10 +60,9 @@ def benchmark(module: str, about: str, run: Any, options: Any, more: Mapping[str
 
 
 def on_ranks(command: str, about: str, module: str, argument: str, ranks: int, *, left: str) -> Signals | None:
-    """Start ``ranks`` processes that call ``module.work(argument)``; on a rank that a launcher started, call it here.
+    """Print ``about`` and start ``ranks`` processes that call ``module.work(argument)``; on a started rank, call it.
 
-    ``about`` is printed first. ``left`` ends an error's line: what a failed run leaves, and where. The result is that
-    of :func:`megatron_flux.run.launcher.launch`.
+    ``left`` ends an error's line: what a failed run leaves, and where. The result is :func:`launcher.launch`'s.
     """
     if launcher.started():
         import_module(module).work(argument)

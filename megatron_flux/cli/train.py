@@ -24,10 +24,7 @@ def compare(options: CompareOptions, dry_run: bool) -> None:
 
 
 def resolved(command: str, options: TrainOptions | CompareOptions) -> RunConfig:
-    """Return the run that ``options`` mean on this machine, checked.
-
-    Raises UserError: versions, packages, sizes or data with which it could not run.
-    """
+    """Return the run that ``options`` mean on this machine. Raises UserError: it could not run."""
     import torch
 
     from megatron_flux.patch.megatron_core import checked_versions
@@ -54,7 +51,7 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     from megatron_flux.metrics.table import counted
     from megatron_flux.run import launcher, rank
     from megatron_flux.telemetry import environment
-    from megatron_flux.train import checkpoint_folder, data, description, fp8
+    from megatron_flux.train import checkpoint_folder, data, description
 
     run = resolved(command, options)
     saved = checkpoint_folder.check_resume(run)
@@ -81,12 +78,13 @@ def _run(command: str, options: TrainOptions | CompareOptions, dry_run: bool) ->
     bytes_note = run.command == "compare" and run.bytes_note(environment.link(run.link)["kind"])
     for line in filter(None, (f"{size}: {data.name_of(run.data)}", resumes, bytes_note)):
         print(f"megatron-flux {command}: {line}", file=sys.stderr, flush=True)
+    layers = "" if run.fp8 is None else f" with FP8 layers ({run.fp8} scaling)"
     without = f" ({description.without_gpu(run)})" if run.device == "cpu" and run.flux else ""
     with description.made(run):
         asked = start.on_ranks(
             command,
             f"{run.world_size} {run.device} process(es){without}, tp {run.tp} x pp {run.pp} x dp {run.dp}, "
-            f"preset {run.preset}, {fp8.words(run.precision, run.fp8)}, run folder {run.out}",
+            f"preset {run.preset}, {run.precision}{layers}, run folder {run.out}",
             "megatron_flux.train.worker",
             str(run.out),
             run.world_size,

@@ -23,8 +23,7 @@ from megatron_flux.settings import link, switched_on
 from megatron_flux.version import __version__
 
 SAMPLE_INTERVAL = 10
-FP8_RECIPES = ("delayed", "tensorwise", "blockwise")
-"""Megatron's FP8 recipes that flux runs."""
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise")  # Megatron's FP8 recipes that flux runs
 
 
 class MegatronArgumentsError(UserError, AssertionError):
@@ -32,10 +31,7 @@ class MegatronArgumentsError(UserError, AssertionError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group, unless the parser has it already, and return the parser, as Megatron-LM's own functions do.
-
-    An unknown value of ``MEGATRON_FLUX`` ends the script with one line.
-    """
+    """Add the group, unless the parser has it, and return the parser. A bad MEGATRON_FLUX ends the script."""
     if parser.get_default("flux") is not None:
         return parser
     try:
@@ -88,8 +84,7 @@ def add_from_command_line(args: Any) -> Any:
 def install(args: Any) -> None:
     """Check ``args`` and patch megatron-core if ``args.flux`` is set; a second call changes and prints nothing.
 
-    Rank 0 prints one summary on its standard output; where flux is off, a line if ``--flux-*`` were given for nothing.
-    Errors are those of :func:`validate` and :func:`megatron_flux.patch`.
+    Rank 0 prints a summary, or that ``--flux-*`` have no effect. Raises what :func:`validate` and ``patch`` do.
     """
     config = config_from(args)
     if not args.flux:

@@ -1,16 +1,13 @@
 """``flux/*`` in Megatron-LM's own TensorBoard and wandb runs, from the rank that writes them (the last one).
 
-Names, units and meanings are those of docs/metrics.md, of the last rank alone. Megatron-LM logs after every training
-step, so a row counts what happened since the previous step was logged, an evaluation in between included.
-
-Every ``--flux-sample-interval`` steps one is sampled: times of operator calls, and this rank's GPU. Megatron-LM calls
-nothing before a step, so a sample lasts from the end of the step before; the next row that is written has it. Ranks of
-a tensor-parallel group measure GEMMs of new shapes together, so every rank samples, whichever writes.
+Names and units are those of docs/metrics.md. A row counts what happened since the previous step was logged, an
+evaluation in between included. Every ``--flux-sample-interval`` steps one is sampled: times of operator calls, and this
+rank's GPU. Megatron-LM calls nothing before a step, so a sample lasts from the end of the step before. Ranks of a
+tensor-parallel group measure GEMMs of new shapes together, so every rank samples, whichever writes.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
@@ -20,12 +17,11 @@ import torch
 from megatron_flux import nvml
 from megatron_flux.comm import timeouts
 from megatron_flux.layers import keep
+from megatron_flux.log_once import logger
 from megatron_flux.megatron_lm.start import SAMPLE_INTERVAL
 from megatron_flux.metrics.schema import COUNTED, counters, since
 from megatron_flux.patch.patcher import report
 from megatron_flux.telemetry.call_sampler import Sampler
-
-logger = logging.getLogger("megatron_flux")
 
 _SAMPLED = ("flux/operator_time_ms", "flux/exposed_communication_ms", "flux/e_overlap")
 
@@ -41,10 +37,9 @@ class _Log:
         self.unwritten: dict[str, float] = {}
 
     def row(self, iteration: int, seen: dict[str, Any]) -> dict[str, int]:
-        """Return the ``flux/*`` values of ``iteration``: what flux did since the previous one.
+        """Return the ``flux/*`` values of ``iteration`` since the previous one, from a report ``seen``.
 
-        ``seen``: :func:`megatron_flux.report`. Where layers ask for CUDA graphs the counts of calls are left out:
-        graphs are replayed without a call, and what is counted beside them would pass for all.
+        With CUDA graphs counts of calls are left out: graphs are replayed without a call.
         """
         totals = counters(seen)
         row = {"flux/active_layers": seen["active_layers"]}
@@ -54,10 +49,7 @@ class _Log:
         return row
 
     def sample(self, sampler: Sampler, iteration: int) -> None:
-        """Note ``flux/*`` of ``iteration`` if it was sampled, and begin the next one's sample if it is due.
-
-        Collective over tensor-parallel groups at the first samples of an operator's shape.
-        """
+        """Note ``flux/*`` of ``iteration`` if it was sampled, and begin the next sample if due. Collective at first."""
         self.running.close()
         sampled, reading = sampler.result(), sampler.reading
         row: dict[str, float | None] = {}
@@ -76,10 +68,7 @@ _log = _Log()
 
 
 def log(iteration: int) -> None:
-    """Add ``flux/*`` to what Megatron-LM logged of ``iteration``; nothing where flux is off, or a second time.
-
-    The first call prints on rank 0 how many layers run flux, and warns on every rank where none does.
-    """
+    """Add ``flux/*`` to what Megatron-LM logged of ``iteration``, once. The first call says how many layers run."""
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
     args = get_args()

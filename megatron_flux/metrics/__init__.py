@@ -1,9 +1,7 @@
 """Record runs and show them: records (JSONL), summary, table, report, wandb mirror.
 
 The JSONL is the record; everything else is made from it or mirrors it. plotly, jinja2 and wandb are imported only
-inside the functions that use them: a training process that only records pays for none of them. Read in this order:
-``schema`` (the fields of a record), ``recorder``, ``summary``, ``table``; then ``run_files``, ``watch``, ``report/``,
-``wandb_mirror``.
+inside the functions that use them: a training process that only records pays for none of them.
 
 Contents of a run folder::
 

@@ -3,24 +3,20 @@
 One record per line (:mod:`megatron_flux.metrics.schema`) in strict JSON, iterations strictly increasing. A line is with
 the operating system when :meth:`JsonlRecorder.write` returns: SIGKILL loses no record, a power cut may lose seconds.
 Nothing is deleted: what a resumed or another run replaces is moved to ``<name>.superseded-<n>``, n from 1.
-
-:func:`read_records` refuses a damaged file, since a summary must not be made of half of it. :class:`RecordTail` follows
-a file that may still be written, and lists the lines that it skips.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megatron_flux.errors import StorageError, UserError, one_line
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import schema, strict_json
 from megatron_flux.metrics.summary import Record
-
-logger = logging.getLogger("megatron_flux")
 
 
 class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
@@ -29,8 +25,7 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
     def __init__(self, path: Path, resume_from: int | None = None) -> None:
         """Open ``path`` for appending, creating its folder. Raises UserError: it cannot be written.
 
-        ``resume_from`` is the last iteration in the loaded checkpoint: later records are moved to another file. None:
-        the run starts at iteration 1, and all records are moved.
+        Records later than ``resume_from``, the last iteration in the loaded checkpoint or None, are moved elsewhere.
         """
         self.path = path
         try:
@@ -40,22 +35,18 @@ class JsonlRecorder(AbstractContextManager["JsonlRecorder"]):
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             why = f"{error.strerror}; choose a folder that can be written"
-            raise UserError(f"cannot write metrics to {self.path}: {why}") from error
+            raise UserError(f"cannot write metrics to {path}: {why}") from error
 
     def write(self, record: Record) -> None:
-        """Append one record. Raises StorageError: the disk does not take it.
-
-        Raises ValueError: the record does not follow the schema, or is not later than the last, which no reader could
-        repair.
-        """
+        """Append one record. Raises StorageError: the disk does not take it; ValueError: it is wrong or not later."""
         schema.checked(record, self.last_iteration)
         line = memoryview(f"{strict_json.dumps(record)}\n".encode())
         try:
             while line:  # a raw file may take less than it was given
                 line = line[self._file.write(line) :]
         except OSError as error:
-            after = f"after iteration {self.last_iteration}: {error.strerror}"
-            raise StorageError(f"{self.path} takes no more {after}") from error
+            last = f"after iteration {self.last_iteration}: {error.strerror}"
+            raise StorageError(f"{self.path} takes no more {last}") from error
         self.last_iteration = record["iteration"]
 
     def __exit__(self, *error: object) -> None:
@@ -66,13 +57,14 @@ def _supersede(path: Path, last_kept: int) -> int:
     """Move all lines but records up to ``last_kept`` to another file; return the last iteration that stays, or 0."""
     kept, moved, last = [], [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        iteration = math.inf
         with contextlib.suppress(ValueError):
             iteration = schema.checked(strict_json.loads(line), after=last)["iteration"]
-            if iteration <= last_kept and line.endswith(b"\n"):
-                kept.append(line)
-                last = iteration
-                continue
-        moved.append(line)
+        if iteration <= last_kept and line.endswith(b"\n"):
+            kept.append(line)
+            last = int(iteration)
+        else:
+            moved.append(line)
     if moved:
         candidates = (path.with_name(f"{path.name}.superseded-{number}") for number in itertools.count(1))
         superseded = next(name for name in candidates if not name.exists())
@@ -86,10 +78,7 @@ def _supersede(path: Path, last_kept: int) -> int:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read all records of a file. Raises UserError: it is missing, or a line is damaged.
-
-    A last line without its newline is what a killed writer leaves: it is skipped with a warning.
-    """
+    """Read all records of a file, but for a last line cut off by a kill. Raises UserError: missing or damaged."""
     if not path.exists():
         raise UserError(f"cannot read {path}: No such file or directory; name a folder that a run has written")
     tail = RecordTail(path)
@@ -104,15 +93,14 @@ class RecordTail:
     """The records of one file so far; :meth:`poll` adds those written since."""
 
     def __init__(self, path: Path, at_most: int | None = None) -> None:
-        """``path`` need not exist yet. ``at_most``: read only so many bytes, of the file's end, at first."""
+        """Read ``path``, which need not exist yet; of a larger file only the last ``at_most`` bytes."""
         self.path, self._at_most = path, at_most
         self._start_over()
         self.poll()
 
     def _start_over(self) -> None:
         self.records: list[Record] = []
-        self.damaged: list[tuple[int, str]] = []
-        """Number and fault of every line that was skipped."""
+        self.damaged: list[tuple[int, str]] = []  # number and fault of every line that was skipped
         self.lines = 0
         self.rest = b""
         self._offset = 0
@@ -129,8 +117,7 @@ class RecordTail:
                     self._inode = stat.st_ino
                 if self._offset == 0 and self._at_most and stat.st_size > self._at_most:
                     file.seek(stat.st_size - self._at_most)
-                    file.readline()  # what is left of a line
-                    self._offset = file.tell()
+                    self._offset = file.tell() + len(file.readline())  # what is left of a line
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Read a run folder, once for a report or again and again for ``watch``: what is there, and what is damaged.
+"""Read a run folder, for a report or again and again for ``watch``.
 
 Damage is no reason to show nothing: it is listed in :attr:`RunFiles.problems`.
 """
@@ -22,10 +22,8 @@ class RunFiles:
         """``at_most``: bytes of each variant's newest records to read; None is all of them."""
         self.path = path
         self.tails = {variant: RecordTail(path / variant / "metrics.jsonl", at_most) for variant in VARIANTS}
-        self.config: dict[str, Any] = {}
-        """``config.json``: configuration, versions, device, command."""
-        self.problems: list[str] = []
-        """Damaged files beside the records."""
+        self.config: dict[str, Any] = {}  # configuration, versions, device, command
+        self.problems: list[str] = []  # damaged files beside the records
         self.begun = 0.0
         """Unix time of the latest start: a resumed run writes its configuration anew. What is older ended another."""
         self.poll()
@@ -42,10 +40,8 @@ class RunFiles:
     def read(self, name: str | Path) -> dict[str, Any]:
         """Read the object in a file; empty if the file is missing, or damaged: then the reason is a problem."""
         path = self.path / name
-        if not path.exists():
-            return {}
         try:
-            return read_json_object(path)
+            return read_json_object(path) if path.exists() else {}
         except UserError as error:
             self.problems.append(f"{str(error).replace(str(path), path.name)}.")
             return {}

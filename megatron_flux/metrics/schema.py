@@ -1,11 +1,8 @@
 """Define the record of a training step: names and types of its fields, its check, and flux's counters by these names.
 
-docs/metrics.md says what each field means, with its unit. It also has the fields of ``flux/calls``, ``flux/run`` and
-``breakdown.json``. Tests compare its tables with this file and with the records of a run.
-
-Names are Megatron's own where it has one, so that dashboards made for Megatron read them; others begin with ``flux/``.
-A record may hold further fields: readers keep and ignore them. Removing a field, or changing its unit or meaning, makes
-a new schema version.
+docs/metrics.md says what each field means; tests compare its tables with this file and with the records of a run. Names
+are Megatron's own where it has one, so that dashboards made for Megatron read them. Readers keep and ignore further
+fields. Removing a field, or changing its unit or meaning, makes a new schema version.
 """
 
 from __future__ import annotations
@@ -95,10 +92,7 @@ _RECORD = TypeAdapter(StepRecord)
 
 
 def checked(record: Any, after: int = 0) -> dict[str, Any]:
-    """Return a decoded record with non-finite numbers as floats.
-
-    Raises ValueError, with the field's name: it does not follow the schema, or is not later than step ``after``.
-    """
+    """Return a decoded record with non-finite numbers as floats. Raises ValueError: wrong, or not ``after`` a step."""
     try:
         found: dict[str, Any] = {**_RECORD.validate_python(record)}
     except ValidationError as error:

@@ -67,10 +67,9 @@ def write(path: Path, value: Any, *, indent: int | None = 2) -> Path:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``config`` without entries, at any depth, whose name looks like a secret's.
+    """Copy ``config`` without entries, at any depth, whose name looks like a secret's: reports are shared.
 
-    For what is shared: a report is mailed around, a wandb project has readers. Names decide, not values, and in doubt
-    the entry goes: ``kv_key_dim`` is lost too.
+    Names decide, not values, and in doubt the entry goes: ``kv_key_dim`` is lost too.
     """
 
     def cleaned(value: Any) -> Any:

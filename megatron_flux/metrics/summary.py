@@ -2,9 +2,9 @@
 
 Rules for what is not normal, so that nothing vanishes:
 
-* Warm-up records are left out of times, rates and the speed-up; losses, memory and curve differences use all records.
+* Warm-up records count for losses and memory, but not for times, rates and the speed-up.
 * A variant without (timed) records has nulls in the places concerned and ``n`` 0; the speed-up is null.
-* Sides of different length: medians over what each has, differences over the iterations both have.
+* Medians are over what each side has, differences over the iterations that both have.
 * A loss that is not finite: the largest relative difference is ``"NaN"``, and the variant says how many there are and
   where the first is. A baseline loss of 0 against another value is ``"Infinity"``.
 * On CPUs ``speedup`` is null: such a run shows what flux computes, not how fast. ``without_gpu`` says what ran.
@@ -29,10 +29,8 @@ Record = dict[str, Any]
 VARIANTS = ("baseline", "flux")
 
 MIN_PAIRED_BLOCKS = 6
-"""Fewest pairs of blocks that give an interval. In a simulation of drifting, skewed step times without any speed-up
-(``results/interval-coverage``, 400 runs each) the interval below held the truth in 54 % of runs with 2 pairs, 89 % with
-4 and 95 % with 6 and 8; and with fewer than 6 even a sign test cannot reach 95 %."""
-
+"""Fewest pairs of blocks that give an interval. In a simulation (``results/interval-coverage``) it held the truth in
+54 % of runs with 2 pairs, 89 % with 4 and 95 % with 6; with fewer even a sign test cannot reach 95 %."""
 RESAMPLES = 2000
 SEED = 0
 
@@ -73,7 +71,7 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
     """Pair the k-th blocks of both variants: their step times (s) without warm-up.
 
     In A B B A order these blocks are neighbours in time, so drift of the machine hits both alike. A pair in which
-    either variant has no timed step is left out, and so are blocks whose partner never ran.
+    either variant has no timed step is left out.
     """
 
     def blocks(records: Sequence[Record]) -> list[list[float]]:
@@ -89,8 +87,8 @@ def paired_blocks(baseline: Sequence[Record], flux: Sequence[Record]) -> list[tu
 def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[float] | None:
     """Return the 95 % interval of median(baseline) / median(flux) by a percentile bootstrap over pairs of blocks.
 
-    Steps of one block share the machine's state and are not independent, so whole pairs are drawn, not steps. Seeded:
-    the same records give the same interval. None with fewer than :data:`MIN_PAIRED_BLOCKS` pairs.
+    Whole pairs are drawn, since the steps of a block are not independent. Seeded: the same records give the same
+    interval. None with fewer than :data:`MIN_PAIRED_BLOCKS` pairs.
     """
     if len(pairs) < MIN_PAIRED_BLOCKS:
         return None
@@ -101,10 +99,7 @@ def speedup_interval(pairs: Sequence[tuple[list[float], list[float]]]) -> list[f
 
 
 def relative_difference(baseline: float, flux: float) -> float:
-    """Return ``|flux - baseline| / |baseline|``; 0 if both are 0, infinite if only the baseline is.
-
-    NaN if either is not finite: two curves that both became NaN agree in nothing that could be compared.
-    """
+    """Return ``|flux - baseline| / |baseline|``: 0 if both are 0, infinite if only the baseline is, or NaN."""
     if baseline == 0 and math.isfinite(flux):
         return 0.0 if flux == 0 else math.inf
     return abs(flux - baseline) / abs(baseline) if math.isfinite(baseline) and math.isfinite(flux) else math.nan
@@ -125,7 +120,7 @@ def largest(differences: Sequence[tuple[int, float]]) -> float | None:
 def overlap_efficiency(time: float | None, gemm: float | None, serial: float | None) -> float | None:
     """Return FLUX's overlap efficiency (arXiv 2406.06858): 1 is as fast as the GEMM alone, 0 as collective, then GEMM.
 
-    All times in one unit. None if a time is not known, or if serial takes no longer than the GEMM: nothing to hide.
+    None if a time is not known, or if serial takes no longer than the GEMM: nothing to hide.
     """
     if time is None or gemm is None or serial is None or serial <= gemm:
         return None
@@ -148,9 +143,8 @@ def summarize(
 
     ``speedup`` is median baseline / median flux step time, ``speedup_ci95`` is ``[low, high]`` or null,
     ``flux_active_layers`` the fewest in any timed flux step, ``flux_fallbacks`` calls by reason, ``environment`` that
-    of the first start that recorded it. ``without_gpu`` is null on GPUs; on CPUs it is :func:`without_gpu`, and there
-    is no speed-up. With records of ``fsdp`` there is that key: its summary as in ``arms``, ``speedup`` over the
-    baseline, and the loss difference from it.
+    of the first start that recorded it, ``without_gpu`` null on GPUs. With records of ``fsdp`` there is that key: its
+    summary as in ``arms``, ``speedup`` over the baseline, and the loss difference from it.
     """
     variants = {"baseline": _variant(baseline), "flux": _variant(flux)}
     base_ms, flux_ms = (variants[variant]["step_time_ms"]["median"] for variant in VARIANTS)
@@ -190,7 +184,6 @@ _STOCK_OPERATORS = f"operators: {NO_GPU}"  # among the fallbacks
 
 
 def _backends(flux: Sequence[Record], fallbacks: Mapping[str, int]) -> set[str]:
-    """Return the backends of the sampled calls, and of those that were counted."""
     calls = [call.get("backend") for record in flux for call in record.get("flux/calls") or []]
     return {str(backend) for backend in calls if backend} | ({"reference"} if _STOCK_OPERATORS in fallbacks else set())
 
@@ -289,8 +282,7 @@ def _notes(baseline: Sequence[Record], flux: Sequence[Record]) -> list[str]:
 def verdict(summary: Mapping[str, Any]) -> str:
     """Return the verdict of a summary, e.g. ``flux 1.12x (1.09…1.15): faster``.
 
-    An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio,
-    and without a GPU nothing but what the losses say.
+    An interval that includes 1 is "no difference measured"; without an interval nothing is claimed beyond the ratio.
     """
     variants, speedup, interval, pairs = (summary[key] for key in ("arms", "speedup", "speedup_ci95", "paired_blocks"))
     if summary["without_gpu"] and summary["compared_iterations"]:

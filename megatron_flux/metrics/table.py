@@ -166,10 +166,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 
 def grid(head: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    """Return a table whose rows are never folded. Columns whose heading begins with ``<`` are aligned left.
-
-    So is the first column; others are aligned right.
-    """
+    """Return a table whose rows are never folded; the first column, and those headed ``<``, are aligned left."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, name in enumerate(head):
         left = not index or name.startswith("<")
@@ -187,14 +184,12 @@ def print_table(
     *notes: str | Text,
     file: IO[str] | None = None,
 ) -> None:
-    """Print a :func:`grid` below ``title`` and above ``notes``, the only printer for terminals, pipes and files.
+    """Print a :func:`grid` below ``title`` and above ``notes``, never cut or folded, so that notes can be searched.
 
-    Rows are never cut or folded, however narrow the terminal. Notes stay on one line for grep. Where the encoding lacks
-    a character there is a ``?``.
+    Where the encoding lacks a character there is a ``?``.
     """
-    console = Console(
-        file=file, highlight=False, emoji=False, markup=False, width=10_000
-    )  # a table takes its own width
+    # A table takes its own width.
+    console = Console(file=file, highlight=False, emoji=False, markup=False, width=10_000)
 
     def encodable(cell: str | Text) -> Text:
         plain, style = (cell.plain, cell.style) if isinstance(cell, Text) else (cell, "")

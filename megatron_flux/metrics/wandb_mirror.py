@@ -2,42 +2,36 @@
 
 A run keeps its id in ``wandb.json`` beside its records: a training that resumes there continues it. ``iteration`` is
 wandb's own step. Iterations that an earlier start recorded are not sent again after a requeue: wandb would drop them
-online, and show them twice if both starts were offline. (A start that was killed may not have sent its last ones.)
+online, and show them twice if both starts were offline. Where an option is not given, wandb's own variables and
+settings files hold, except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
 
-Where an option is not given, wandb's own variables and settings files hold (WANDB_ENTITY, _PROJECT, _NOTES, and
-WANDB_MODE for ``auto``), except WANDB_RESUME, _RUN_ID, _NAME and _JOB_TYPE, which baseline and flux cannot share.
-
-The JSONL is the record: the first failure of wandb is logged, and training goes on without it. The records and the
-configuration without secrets leave the machine, and of what wandb collects the host's name, its version and the
-machine's utilisation; its collection of command line, git state, console, code and packages is off.
+The first failure of wandb is logged, and training goes on without it. The records and the configuration without secrets
+leave the machine, and of what wandb collects the host's name, its version and the machine's utilisation; its collection
+of command line, git state, console, code and packages is off.
 """
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_flux.errors import UserError, one_line, require
+from megatron_flux.errors import one_line, require
+from megatron_flux.log_once import logger
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.strict_json import dumps, encodable, read_json_object, without_secrets, write_atomically
 from megatron_flux.metrics.summary import median, timed
 
-logger = logging.getLogger("megatron_flux")
-
 ID_FILE = "wandb.json"
-PROJECT = "megatron-flux"
-"""Project where neither an option nor wandb's own settings name one."""
+PROJECT = "megatron-flux"  # project where neither an option nor wandb's own settings name one
 
 # Summaries in the table of runs; everything else shows its last value.
 _SUMMARIES = {"iteration-time": "mean,min", **dict.fromkeys(("throughput", "tokens-per-second", "mfu"), "mean,max")}
 
-TIMEOUT_S = 60.0
-"""Longest wait for wandb at the start and at the end of a run."""
+TIMEOUT_S = 60.0  # longest wait for wandb at the start and at the end of a run
 
 BASELINE_EXPOSED = "baseline/exposed_communication_ms"
 """The baseline's ms per iteration, by operator: a curve in flux's run beside ``flux/exposed_communication_ms``."""
@@ -47,23 +41,14 @@ NO_CURVES = {"flux/run", "flux/choices", "flux/calls", "flux/ranks", "schema"}
 class WandbMirror:
     """Mirrors records into one wandb run. Make it on one rank only. Nothing in it raises."""
 
-    def __init__(
-        self,
-        mode: str,
-        config: Mapping[str, Any],
-        dir: Path,
-        *,
-        resuming: bool = False,
-        **run: Any,
-    ) -> None:
+    def __init__(self, mode: str, config: Mapping[str, Any], dir: Path, *, resuming: bool = False, **run: Any) -> None:
         """Start the run; ``run`` is project (None: wandb's own, else megatron-flux), group, job_type, name and tags.
 
         ``mode``: ``disabled`` (wandb is not even imported), ``offline`` (files under ``dir``), ``online``, or ``auto``:
         online if it is logged in. ``config`` is recorded without entries that look like secrets. ``dir`` gets wandb's
         ``wandb/`` folder and the run's id; ``resuming`` continues the run whose id is there.
         """
-        self.id: str | None = None
-        """The run's id; None while there is no run."""
+        self.id: str | None = None  # the run's id; None while there is no run
         self._written = 0
         self._open: Any = None
         if mode != "disabled":
@@ -88,9 +73,12 @@ class WandbMirror:
                 logger.warning("wandb is not logged in: this run is written offline; %s", then)
             mode = "offline"
         mode = "online" if mode == "auto" else mode
-        earlier = _earlier_id(dir) if resuming else None
-        if earlier:
-            self._written = _superseded(dir)
+        earlier = None
+        if resuming and (dir / ID_FILE).exists():
+            earlier = read_json_object(dir / ID_FILE)["id"]
+            # What an earlier start recorded, and so mirrored, beyond the checkpoint.
+            others = (RecordTail(file).records for file in dir.glob("metrics.jsonl.superseded-*"))
+            self._written = max((record["iteration"] for records in others for record in records), default=0)
         settings = wandb.Settings(
             x_disable_meta=True,  # argv, user and paths
             x_save_requirements=False,
@@ -125,7 +113,6 @@ class WandbMirror:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Log a failure inside and end mirroring."""
         try:
             yield
         except KeyboardInterrupt:
@@ -156,7 +143,6 @@ class WandbMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """End the run, as failed when an exception passes."""
         opened, self._open = self._open, None
         if opened is not None:
             with self._guarded():
@@ -181,9 +167,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, Any]:
 def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the baseline's exposed communication by operator, in ms per iteration, from a sampled record of flux.
 
-    In the baseline's own steps collectives are no calls of an operator. It is that of flux's calls as collective, then
-    GEMM, the way stock runs them in forward; in backward stock hides a part beside the wgrad. Empty where flux's is
-    withheld, as on CPUs, whose times say nothing of it.
+    It is that of flux's calls as collective, then GEMM, the way stock runs them in forward; in backward stock hides a
+    part beside the wgrad. Empty where flux's is withheld.
     """
     serial, gemm, compared = (
         record.get(f"flux/{name}") or {} for name in ("serial_time_ms", "gemm_time_ms", "exposed_communication_ms")
@@ -195,28 +180,10 @@ def baseline_exposed_ms(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _earlier_id(folder: Path) -> str | None:
-    """Return the id of the run that was mirrored from this folder before."""
-    file = folder / ID_FILE
-    try:
-        return str(read_json_object(file)["id"]) if file.exists() else None
-    except (UserError, KeyError) as error:
-        logger.warning("%s cannot be read (%s): wandb gets a new run", file, error)
-        return None
-
-
-def _superseded(folder: Path) -> int:
-    """Return the last iteration that an earlier start recorded, and so mirrored, beyond the checkpoint; or 0."""
-    files = folder.glob("metrics.jsonl.superseded-*")
-    return max((record["iteration"] for file in files for record in RecordTail(file).records), default=0)
-
-
 def comparison_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``compare/*`` of a comparison that has ended, from its folder and its ``summary``; null if not known.
+    """Return ``compare/*`` of a comparison that has ended; null if not known.
 
-    ``speedup``, ``speedup_low`` and ``speedup_high`` (its 95 % interval), ``paired_blocks``, the largest relative
-    differences of loss and gradient norm, ``verdict``, and in ms per iteration ``<variant>_exposed_communication_ms/*``
-    by operator (median of the sampled steps that are timed) and ``<variant>_exposed_communication_traced_ms``.
+    Exposed communication is in ms per iteration: medians of sampled steps by operator, and of traced steps.
     """
     differences = "max_relative_loss_difference", "max_relative_grad_norm_difference"
     found = {name: summary[name] for name in ("speedup", "paired_blocks", *differences, "verdict")}

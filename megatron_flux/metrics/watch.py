@@ -18,24 +18,16 @@ from megatron_flux.metrics.run_files import RunFiles
 from megatron_flux.metrics.summary import VARIANTS, median_of, summarize, timed
 from megatron_flux.metrics.table import HEAD, findings, grid, rows, short
 
-RECENT = 20
-"""Steps whose median is the recent step time."""
-
+RECENT = 20  # steps whose median is the recent step time
 STALL_S, STALL_STEPS = 30.0, 10.0
 """A run without a record for this long, and for this many usual steps, is reported as stalled."""
-
 START_S = 900.0
 """Seconds that a start may take without a step: pre-flight, tuning, compilation, a big checkpoint."""
-
-REFRESH_S = 3.0
-"""Seconds between views: the interval of the speed-up takes longer the longer a run is."""
+REFRESH_S = 3.0  # seconds between views: the interval of the speed-up takes longer the longer a run is
 
 
 def watch(path: Path) -> None:
-    """Show a run until it has ended, or Ctrl-C; as it is, once, if standard output is no terminal.
-
-    A terminal waits for a run that is about to begin. Raises UserError: there is none, or the folder is a file.
-    """
+    """Show a run until it has ended, or Ctrl-C; without a terminal once. Raises UserError: there is no run."""
     watched = RunFiles(path)
     console = Console(highlight=False, emoji=False)
     if not watched.exists:
@@ -106,8 +98,7 @@ def _lines(watched: RunFiles, summary: dict[str, Any], now: float) -> Iterator[t
 def activity(now: float, began: float, written: float | None, usual: float) -> tuple[str, bool]:
     """Describe what a run that has not ended does, and return True if it has stalled.
 
-    ``began`` is the Unix time of its latest start, ``written`` that of its last record (None: it has none, and one of
-    before the start does not count), ``usual`` the seconds of a step, 0 if not known.
+    Its start ``began`` and its last record was ``written`` at these Unix times; ``usual`` is a step's seconds, or 0.
     """
     if written is None or written < began:
         silent = math.floor(max(0.0, now - began))

@@ -1,10 +1,6 @@
 """Offline fold of activation order in GPTQ checkpoints, for tensor parallelism (TP-aware dequantization).
 
-GPTQ with activation order scatters a weight's rows over its groups of scales: row ``k`` belongs to group ``g_idx[k]``.
-Loaders sort the rows by group. FC2's rows then stand in another order than the columns that FC1's ranks compute, so
-tensor parallelism gathers and permutes what lies between. arXiv 2402.04925 puts FC1's columns into FC2's order
-beforehand: no rank needs another one's columns.
-
-Reading order: ``gptq`` (a linear as GPTQ stores it), ``fold`` (an MLP of them), ``checkpoint`` (whole checkpoints).
-Training imports none of this.
+GPTQ with activation order scatters a weight's rows over its groups of scales, and loaders sort the rows by group. FC2's
+rows then stand in another order than the columns that FC1's ranks compute, so tensor parallelism gathers and permutes
+what lies between. arXiv 2402.04925 puts FC1's columns into FC2's order beforehand: no rank needs another one's columns.
 """

@@ -1,13 +1,12 @@
 """Whole checkpoints: every MLP's activation order is folded, everything else stays as it is, byte for byte.
 
 What comes out is an ordinary GPTQ checkpoint with the same tensors, shapes and files: columns of gate and up, rows of
-down and the ``g_idx`` of down have another order, and every loader computes what it did before.
+down and the ``g_idx`` of down have another order. Files are safetensors, by Llama's names (``*.gate_proj``,
+``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``).
 
-Files are safetensors, by Llama's names (``*.gate_proj``, ``*.up_proj``, ``*.down_proj``; mixtures' experts, too) or
-GPT-2's (``*.c_fc``, ``*.c_proj`` of ``*.mlp``). A folder from somebody else is not trusted: the safetensors library
-checks headers against sizes, neither names in an index nor links leave the folder, pickles are not opened, and all is
-checked before anything is written. The result is made in a folder beside the target and takes its name when it is
-whole. In memory is one MLP at a time.
+A folder from somebody else is not trusted: neither names in an index nor links leave the folder, pickles are not
+opened, and all is checked before anything is written. The result is made in a folder beside the target and takes its
+name when it is whole. In memory is one MLP at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 CHECK_ROWS, CHECK_ERROR, CHECK_TP = 4, 1e-4, (8, 4, 2)
 
-Progress = Callable[[str], None]
-"""Called with what was done, after each file and each MLP."""
+Progress = Callable[[str], None]  # called with what was done, after each file and each MLP
 
 
 @dataclass(frozen=True)
@@ -58,17 +56,12 @@ class Found:
     bits: int
     zero_offset: int
     tensors: dict[str, Stored]
-    mlps: dict[str, tuple[tuple[str, ...], str]]
-    """Names of FC1's linears and of FC2, by the MLP's place."""
-    others: list[str]
-    """Linears with activation order that are in no MLP."""
+    mlps: dict[str, tuple[tuple[str, ...], str]]  # names of FC1's linears and of FC2, by the MLP's place
+    others: list[str]  # linears with activation order that are in no MLP
 
 
 def read(folder: Path) -> Found:
-    """Check a checkpoint and find its MLPs; no weight is read.
-
-    Raises UserError: no folder, no GPTQ checkpoint, or one whose files contradict each other.
-    """
+    """Check a checkpoint and find its MLPs; no weight is read. Raises UserError: it cannot be folded."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; name a GPTQ checkpoint's")
     _refuse_links(folder)
@@ -213,7 +206,6 @@ def _quantization(folder: Path) -> tuple[int, int]:
 
 
 def _files(folder: Path) -> list[str]:
-    """List the safetensors files: those of the index, where there is one."""
     if (folder / INDEX).is_file():
         named = _json(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):

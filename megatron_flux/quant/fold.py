@@ -2,11 +2,9 @@
 
 An MLP ``act(x @ W1) @ W2`` has activation orders ``P1`` and ``P2``; FC2 wants its inputs sorted by ``P2``. Stored are
 ``W1[:, P2]`` with its scales, zero points and bias, and ``W2[P2, :]``, whose groups now stand beside each other. The
-outputs are the same, and rank ``r``'s columns of FC1 are exactly rank ``r``'s rows of FC2. Gate and up both get ``P2``
-on all their columns, so one folded checkpoint serves every tp that divides. ``P1`` stays FC1's own: a loader sorts its
-rows, and its input with them, on each rank alone.
-
-Equal to the last bit but for the order in which FC2's products are added. Refused, with the reason:
+outputs are the same up to the order of FC2's sums, and rank ``r``'s columns of FC1 are exactly rank ``r``'s rows of
+FC2. Gate and up both get ``P2`` on all their columns, so one folded checkpoint serves every tp that divides. ``P1``
+stays FC1's own: a loader sorts its rows, and its input with them, on each rank alone. Refused, with the reason:
 
 * gate and up with different orders: their GEMM has one input;
 * an ungrouped order of FC2, whose groups differ in size: no rank could begin at the beginning of a group;
@@ -33,7 +31,6 @@ class MLP:
     second: GPTQLinear
 
     def __post_init__(self) -> None:
-        """Check the shapes. Raises UserError: linears that do not fit together."""
         for linear in self.first:
             if linear.n != self.second.k or linear.k != self.first[0].k:
                 must = f"beside {self.second.name} it must be {self.first[0].k} to {self.second.k}"
@@ -63,10 +60,7 @@ def why_not(mlp: MLP, tp: int | None = None) -> str | None:
 
 
 def divides(mlp: MLP, tp: int) -> bool:
-    """Return True if each of ``tp`` ranks gets whole groups of FC2, and whole numbers of packed zero points of FC1.
-
-    A single group (group_size -1) is every rank's.
-    """
+    """Return True if ``tp`` ranks get whole groups of FC2 (a single one is everyone's) and packed numbers of FC1."""
     size, per = mlp.second.group_size, 32 // mlp.first[0].bits
     if size is None or mlp.second.k % tp:
         return False
@@ -80,10 +74,7 @@ def tensor_parallel_sizes(mlp: MLP) -> list[int]:
 
 
 def fold(mlp: MLP, tp: int | None = None) -> MLP:
-    """Return ``mlp`` folded; itself if it is folded already.
-
-    Raises UserError: see the module; ``tp`` ranks are asked for, or any that divide.
-    """
+    """Return ``mlp`` folded; itself if it is folded already. Raises UserError: see the module."""
     if (reason := why_not(mlp, tp)) is not None:
         raise UserError(reason)
     if not mlp.second.has_activation_order():
@@ -93,10 +84,7 @@ def fold(mlp: MLP, tp: int | None = None) -> MLP:
 
 
 def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
-    """Return what the MLP computes of ``x`` ``[m, k]``, dequantised, in fp32, with SiLU.
-
-    Which activation it is makes no difference to a fold: it works number by number.
-    """
+    """Return what the MLP computes of ``x`` ``[m, k]``, dequantised, in fp32, with SiLU for any activation."""
 
     def product(x: torch.Tensor, linear: GPTQLinear) -> torch.Tensor:
         y = x @ linear.dequantize().t()
@@ -107,14 +95,7 @@ def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def shard(mlp: MLP, rank: int, tp: int) -> MLP:
-    """Return rank ``rank``'s part of a folded MLP: columns of FC1 (gate and up), rows of FC2, its bias on rank 0 alone.
-
-    Raises UserError: it is not folded, or ``tp`` does not divide.
-    """
-    if mlp.second.has_activation_order():
-        raise UserError(f"{mlp.second.name} has activation order; fold the MLP before ranks take their parts")
-    if (reason := why_not(mlp, tp)) is not None:
-        raise UserError(reason)
+    """Return a rank's part of a folded MLP that ``tp`` divides: columns of FC1, rows of FC2, its bias on rank 0."""
     linear, part = mlp.second, mlp.second.k // tp
     inputs = slice(rank * part, (rank + 1) * part)
     per, size = 32 // linear.bits, linear.k // linear.groups

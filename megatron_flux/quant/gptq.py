@@ -55,7 +55,6 @@ class GPTQLinear:
     name: str = "linear"
 
     def __post_init__(self) -> None:
-        """Check the parts. Raises UserError: shapes, dtypes or groups that do not belong together."""
         if self.bits not in BITS:
             raise UserError(f"{self.name}: {self.bits} bits; can be one of {', '.join(map(str, BITS))}")
         if self.qweight.dim() != 2 or self.scales.dim() != 2 or not self.k or self.n % (32 // self.bits):

@@ -20,21 +20,16 @@ def main(words: list[str]) -> None:
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
-    if not words:
-        _refuse("no script was given")
-    script = words[0]
-    if not Path(script).is_file():
-        _refuse(f"{script!r} is not a file; give the path of Megatron-LM's pretrain_gpt.py, or of another script")
+    if not words or not Path(words[0]).is_file():
+        no_file = "is not a file; give the path of Megatron-LM's pretrain_gpt.py, or of another script"
+        problem = f"{words[0]!r} {no_file}" if words else "no script was given"
+        print(f"megatron-flux: error: {problem}\n{USAGE}", file=sys.stderr)
+        sys.exit(2)
     sys.argv = words
     if not sys.flags.safe_path:  # with -P, `python SCRIPT` does not add the script's folder either
-        sys.path[0] = str(Path(script).resolve().parent)
+        sys.path[0] = str(Path(words[0]).resolve().parent)
     hooks.register()
-    runpy.run_path(script, run_name="__main__")
-
-
-def _refuse(problem: str) -> None:
-    print(f"megatron-flux: error: {problem}\n{USAGE}", file=sys.stderr)
-    sys.exit(2)
+    runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -23,16 +23,12 @@ from megatron_flux.files import locked
 from megatron_flux.metrics import strict_json
 
 CONFIG = "config.json"
-ENDED = "ended.json"
-"""File that says how the run ended, if not by an error: job scripts read it."""
+ENDED = "ended.json"  # file that says how the run ended, if not by an error: job scripts read it
 _LOCK, _BEFORE = ".lock", ".before"
 
 
 def default_folder(*words: str) -> Path:
-    """Return a new name from the time and ``words``, under ``runs/`` in the working directory.
-
-    Runs that start in the same second differ by a random part, but for the ranks of one launcher.
-    """
+    """Return a new name under ``runs/``, of time, ``words`` and, but for a launcher's ranks, a random part."""
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     unique = [] if "RANK" in os.environ else [secrets.token_hex(2)]
     return Path("runs") / "-".join([now, *words, *unique])
@@ -61,19 +57,19 @@ def check_writable(folder: Path, option: str) -> Path:
     return there
 
 
-def make(out: Path, description: dict[str, Any], *, overwrite: bool) -> None:
-    """Make the run folder and write ``description`` as its ``config.json``; an earlier run in it is deleted."""
-    with made(out, description, overwrite=overwrite, resuming=False):
+def make(out: Path, description: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make the run folder, which stays if ranks refuse the run; an earlier run in it is deleted."""
+    with made(out, description, overwrite=overwrite):
         pass
 
 
 @contextmanager
-def made(out: Path, description: dict[str, Any], *, overwrite: bool, resuming: bool) -> Iterator[None]:
-    """Make the run folder, and hold it for the run inside the context.
+def made(out: Path, description: Mapping[str, Any], *, overwrite: bool, resuming: bool = False) -> Iterator[None]:
+    """Make the run folder with ``description`` as its ``config.json``, and hold it for the run inside the context.
 
-    ``description`` goes into its ``config.json``. ``overwrite`` replaces an earlier run, ``resuming`` goes on in its
-    folder. If ranks refuse the run (UserError, RendezvousError) before it has begun, a new folder is removed, and an
-    earlier run is as it was. Raises UserError: the folder is taken, or cannot be written.
+    ``overwrite`` replaces an earlier run, ``resuming`` goes on in its folder. If ranks refuse the run (UserError,
+    RendezvousError) before it has begun, a new folder is removed, and an earlier run is as it was. Raises UserError:
+    the folder is taken, or cannot be written.
     """
     missing = [path for path in (out, *out.parents) if not path.exists()]
     check_free(out, overwrite=overwrite, resuming=resuming)
@@ -107,7 +103,7 @@ def begun(out: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _begin(out: Path, description: dict[str, Any], *, replacing: bool) -> None:
+def _begin(out: Path, description: Mapping[str, Any], *, replacing: bool) -> None:
     """Write ``config.json``; move all of an earlier run, or what this start of it replaces, to :data:`_BEFORE`."""
     if (before := out / _BEFORE).is_dir():  # of a start that was killed before it had begun
         _put_back(out)

@@ -1,6 +1,6 @@
 """Start the ranks of a run on this machine with torch.distributed.run, and say which of them failed first.
 
-Ranks that wait for a dead one are ended by the launcher at once, so a run ends within seconds of its first failure.
+The launcher ends ranks that wait for a dead one at once, so a run ends within seconds of its first failure.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def started() -> int | None:
 
 
 def world_size(nproc: int | None, *, gpus: int, otherwise: int, option: str = "--nproc") -> int:
-    """Return the number of ranks: what a launcher has started, else ``nproc``, one per GPU or ``otherwise``.
-
-    Raises UserError: ``nproc`` (``option``) does not fit that.
-    """
+    """Return the number of ranks: what a launcher started, else ``nproc``, one per GPU or ``otherwise``."""
     if (ranks := started()) is not None:
         if nproc not in (None, ranks):
             raise UserError(f"{option} {nproc} under a launcher that started {ranks} processes; leave it out")
@@ -55,10 +52,8 @@ def launch(module: str, argument: str, nproc: int, *, left: str) -> signal.Signa
     SIGINT, SIGTERM or SIGUSR1 to this process, and may end in order (:class:`megatron_flux.run.stop.StopRequest`); a
     second SIGINT or SIGTERM kills them. Returns a SIGINT or SIGTERM on which they have ended in order.
 
-    Raises:
-        UserError: all ranks refused their input.
-        FluxError: a rank failed or was killed; names the first one and its error.
-        InterruptedRunError: this process got such a signal, and the ranks have been ended.
+    Raises UserError if all ranks refused their input, InterruptedRunError after such a signal, and FluxError with the
+    error of the rank that failed first.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Megatron's overlap relies on kernels running in launch order; it asks for this on every GPU before Blackwell.
@@ -131,8 +126,7 @@ def account_of(failure: ProcessFailure) -> str:
     return f"{note} (exit code {code})"
 
 
-SILENT, WITNESS = 2, 3
-"""Orders of causes: a rank that did not react, and one that only missed another."""
+SILENT, WITNESS = 2, 3  # orders of causes: a rank that did not react, and one that only missed another
 _MISSED = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|broken pipe|remote (process|peer)|ncclRemoteError", re.IGNORECASE
 )

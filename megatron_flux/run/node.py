@@ -7,16 +7,14 @@ It does what ``torch.distributed.run`` does, and five things that a job of many 
 * SIGUSR1 and SIGUSR2 are ignored here, and by ranks that have not yet said what they do on them: Slurm signals every
   process of a step, and the launcher must outlive the checkpoint that the signal asks for.
 * SIGTERM is passed on to the ranks, once, and they are watched as before: torch's launcher would no longer look if one
-  of them fails, kill them after half a minute, and leave at a second SIGTERM, which Slurm may send. Here Slurm's own
-  SIGKILL is the limit (``KillWait`` or ``GraceTime``). Ranks that end of the SIGTERM are no failure.
+  of them fails, kill them after half a minute, and leave at a second SIGTERM, which Slurm may send. Slurm's own SIGKILL
+  is the limit. Ranks that end of the SIGTERM are no failure.
 * ``MEGATRON_FLUX_FAILURES=FOLDER``: when ranks of this node fail, the cause goes into ``FOLDER/NODE`` as one line,
   ``0 0 rank 5 on n03 was killed by SIGKILL (exit code -9)``. It sorts before the lines of what failed in its wake: by
   the kind of cause, then by the number of notes that existed before, since nodes' clocks may differ. Ranks that were
-  stopped, or do not end within :data:`GRACE_S` of SIGTERM, when the run has failed, are what the others waited for:
-  their lines in ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's processes before
-  it ends them, so the launcher looks every :data:`LOOK_S`.
-
-Source: torch/distributed/run.py and torch/distributed/elastic/multiprocessing/errors of torch 2.11.
+  stopped, or do not end within :data:`GRACE_S` of SIGTERM, are what the others waited for: their lines in
+  ``FOLDER/NODE.silent`` sort before those of ranks that timed out. Slurm wakes a step's processes before it ends them,
+  so the launcher looks every :data:`LOOK_S`.
 """
 
 from __future__ import annotations
@@ -44,11 +42,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from megatron_flux.run import launcher, rank, stop
 
 PREFIX = "[rank {}] "
-"""Prefix of each line of a rank."""
 GRACE_S = 15.0
 """Seconds from SIGTERM until a rank is silent. Less than torch's 30 and Slurm's ``KillWait``, 30 by default."""
 LOOK_S = 5.0
-"""Seconds between two looks at the ranks' processes."""
 
 
 def main(words: list[str]) -> int:
@@ -125,8 +121,7 @@ class _Silence:
 
     def __init__(self) -> None:
         """Begin to look at the ranks' processes, and make torch's launcher note those that it cannot end."""
-        self.stopped: dict[str, str] = {}
-        """The state of each rank that could not run at the last look."""
+        self.stopped: dict[str, str] = {}  # the state of each rank that could not run at the last look
         self.notes_before: int | None = None
         """The number of notes when the first rank of this node failed: to end the others takes its time."""
         self._folder = os.environ.get(stop.FAILURES)
@@ -179,7 +174,6 @@ _CANNOT_RUN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_
 
 
 def _states() -> dict[str, str]:
-    """Return the state of each rank's process."""
     states: dict[str, str] = {}
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error, KeyError):
@@ -194,7 +188,6 @@ def _stopped(number: int) -> int:
 
 
 def _no_meeting(cause: str, words: list[str]) -> str:
-    """Return what to do if the nodes' launchers have not met."""
     given = run.parse_args(words)
     at = given.rdzv_endpoint or f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in cause:

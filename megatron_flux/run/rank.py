@@ -13,16 +13,19 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from types import MappingProxyType
 
 import psutil
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from megatron_flux.errors import FluxError, OperatorError, UserError, one_line
+from megatron_flux.log_once import logger
 from megatron_flux.patch import first_linear
-
-logger = logging.getLogger("megatron_flux")
 
 _LAUNCHER = "MEGATRON_FLUX_LAUNCHER"
 
@@ -44,14 +47,30 @@ def set_environment() -> None:
 
 
 def set_nccl_link(link: str | None) -> None:
-    """Start NCCL without peer access if ``link`` is ``host`` or ``none``, unless the user has set it.
-
-    Call before NCCL starts. Rank 0 logs it.
-    """
+    """Start NCCL without peer access if ``link`` is ``host`` or ``none``, unless the user has set it; log it."""
     if link in ("host", "none"):
         value = os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         if is_first():
             logger.info("link %s: NCCL runs with NCCL_P2P_DISABLE=%s, for stock and flux alike", link, value)
+
+
+@contextmanager
+def process_group(device_type: str, link: str | None, timeout: float | None = None) -> Iterator[torch.device]:
+    """Open the group of all ranks, over NCCL or, on CPUs, gloo; yield this rank's device.
+
+    On an error it stays as it is: tearing it down would wait for peers that may have exited.
+    """
+    device, longest = torch.device("cpu"), None if timeout is None else timedelta(seconds=timeout)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        set_nccl_link(link)
+        dist.init_process_group("nccl", timeout=longest, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=longest)
+    yield device
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def is_first() -> bool:
@@ -122,13 +141,11 @@ def introduce_launcher() -> None:
 def end_with_parent() -> None:
     """End quietly on Ctrl-C, and when the launcher is killed: nothing else would stop this process.
 
-    The launcher may have been killed while this process was importing torch. torchrun does not introduce itself: ranks
-    that it leaves behind as it starts them end when they cannot reach the others.
+    It may have been killed while this process imported torch. torchrun does not introduce itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop(_LAUNCHER, None)  # what this process starts has another parent
     if launcher in (None, str(os.getppid())):
         return

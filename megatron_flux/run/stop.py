@@ -1,17 +1,16 @@
 """Stop requests: end after the step in which a signal arrives, on all ranks alike, with a checkpoint.
 
 A cluster signals some minutes before a job's time is up (SIGUSR1), or takes the node back with SIGTERM and, half a
-minute later, SIGKILL. Both make a rank stop in order. But SIGTERM has other meanings, too: a launcher sends it to
-what a rank that failed has left, Slurm to the tasks of a step of which one has failed, and the kernel to ranks whose
-launcher is gone (:func:`megatron_flux.run.rank.end_with_parent`). Then peers are missing, and a rank that waited for
-the end of its step would wait in a collective that never ends. So :class:`Peers` says if the run has failed, and then
-SIGTERM ends the process at once, as if nobody listened.
+minute later, SIGKILL. Both make a rank stop in order. But a launcher also sends SIGTERM to what a rank that failed has
+left, Slurm to the tasks of a step of which one has failed, and the kernel to ranks whose launcher has exited. A rank
+that waited for the end of its step would then wait in a collective that never ends. So :class:`Peers` says if the run
+has failed, and then SIGTERM ends the process at once.
 
 Hazards
     * The main thread may be in a collective, where Python runs no handler. What notices SIGTERM is a thread of its own,
       woken by the file descriptor that Python writes a signal's number to in whichever thread the signal comes.
-    * Slurm signals every process of a step, and the launcher signals its ranks again: SIGTERM comes twice. The second
-      one means nothing new here: it is for launchers to end a run at once.
+    * Slurm signals every process of a step, and the launcher signals its ranks again: a second SIGTERM means nothing
+      new here. It is for launchers to end a run at once.
     * Compilers may take SIGUSR1 over (:mod:`megatron_flux.kernels.signals` says how, and watches Triton's, but not
       torch.compile's): it is taken back after every step, and the sender repeats it until the run has ended.
 """
@@ -19,7 +18,6 @@ Hazards
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import threading
@@ -32,14 +30,12 @@ import torch.distributed as dist
 
 from megatron_flux.comm.agreement import lives, machine, of_all_ranks
 from megatron_flux.kernels.signals import Dispositions
-
-logger = logging.getLogger("megatron_flux")
+from megatron_flux.log_once import logger
 
 FAILURES = "MEGATRON_FLUX_FAILURES"
 """Names the folder where :mod:`megatron_flux.run.node` leaves a line of each node that failed."""
 _STOP, _ENDING = signal.SIGUSR1, (signal.SIGTERM, signal.SIGINT)
-_INTERVAL = 0.2
-"""Seconds between two looks at this node's processes and the notes of all nodes."""
+_INTERVAL = 0.2  # seconds between two looks at this node's processes and the notes of all nodes
 
 
 def notes() -> set[str]:
@@ -56,12 +52,10 @@ class Peers:
     def __init__(self) -> None:
         """Find the ranks that this one's launcher has started. A collective call."""
         self._launcher = os.getppid()
-        here = (machine(), self._launcher)
-        mine = os.getpid()
+        here, mine = (machine(), self._launcher), os.getpid()
         self._siblings: list[psutil.Process] = []
         self._gone = False
-        assert dist.group.WORLD is not None  # noqa: S101
-        for where, pid in of_all_ranks((here, mine), dist.group.WORLD):
+        for where, pid in of_all_ranks((here, mine), dist.distributed_c10d._get_default_group()):
             if where == here and pid != mine:
                 try:
                     self._siblings.append(psutil.Process(pid))
@@ -77,10 +71,7 @@ class Peers:
 
 
 class SignalListener:
-    """Calls ``handle(number)`` for signals in a thread, though the main thread may wait where no Python runs.
-
-    Set up and closed by the main thread.
-    """
+    """Calls ``handle(number)`` for signals in a thread: the main thread, which owns it, may wait outside Python."""
 
     def __init__(self, numbers: Iterable[int], handle: Callable[[int], object]) -> None:
         self._handle = handle
@@ -124,16 +115,14 @@ def die() -> None:
 class StopRequest:
     """Ends a run on a signal: after the step that it arrives in, on all ranks alike, with a checkpoint.
 
-    The signal reaches the ranks at different moments, some of them a step apart, so they agree after every step; the
-    handler itself only takes a note.
-
+    The signal reaches the ranks at different moments, so they agree after every step; the handler only takes a note.
     Slurm signals every process of a step, and what a rank has started (an assembler, say) would die of it and take the
     rank along. So the main thread blocks SIGUSR1, which threads and processes inherit: it stays pending until it is
     looked for. Older threads do not block it: there the handler hears it. SIGTERM and SIGINT are not blocked: what a
     rank has started must be able to die of them. A thread notes these two, unless the run has failed.
 
-    A context manager, after which the signal is ignored: it may come again until the process has ended, and Python,
-    when it ends, puts signals that have handlers back to what kills a process. For the main thread.
+    After the context the signal is ignored: it may come again until the process has ended, and Python, when it ends,
+    puts signals that have handlers back to what kills a process. For the main thread.
     """
 
     def __init__(self, device: torch.device, peers: Peers | None = None) -> None:

@@ -60,10 +60,7 @@ class Resolved:
 
 
 def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | None = None) -> Resolved:
-    """Combine and check: ``settings`` win over the job's options, and those over the profile's.
-
-    Raises UserError: an unknown option, one that does not fit, or a model that cannot fit into the GPUs.
-    """
+    """Combine and check: ``settings`` win over the job's options, and those over the profile's. Raises UserError."""
     kind: type[TrainOptions | CompareOptions] = CompareOptions if mode == "compare" else TrainOptions
     given = {**profile.training, **job.training, **(job.compare if mode == "compare" else {}), **(settings or {})}
     for name in given:
@@ -111,7 +108,6 @@ def resolve(job: Job, profile: Profile, mode: Mode, settings: dict[str, Any] | N
 
 
 def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | None) -> None:
-    """Refuse wire formats that tensor-parallel groups over ``link`` cannot use."""
     if link in ("host", "p2p") and job.tp > 1:
         return
     for name, wire in {"wire": profile.wire, "grad_wire": grad_wire}.items():
@@ -124,11 +120,10 @@ def _check_wires(job: Job, profile: Profile, link: LinkKind, grad_wire: str | No
 
 
 def least_memory(run: RunConfig) -> float:
-    """Return the GiB of weights, gradients and optimizer state on a GPU, both variants together, without activations.
+    """Return the GiB of weights, gradients and optimizer state on a GPU, of both variants, without activations.
 
-    bf16 weights (2 bytes a parameter), fp32 gradients (4) and, shared by the data-parallel ranks where the optimizer
-    is distributed, fp32 weights and two moments (12). Source: Megatron-LM's documentation of its distributed optimizer.
-    Weights beside LoRA's adapters take 2; the adapters are left out.
+    bf16 weights take 2 bytes a parameter, fp32 gradients 4, fp32 weights and two moments 12, which data-parallel ranks
+    share where the optimizer is distributed (source: Megatron-LM's documentation). Adapters are left out.
     """
     optimizer = 12 / run.dp if run.distributed_optimizer else 12
     variants = 2 if run.command == "compare" else 1

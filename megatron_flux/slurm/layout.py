@@ -1,9 +1,8 @@
 """Check a job's layout without a GPU: build one layer of each pipeline stage as one of its ranks, and run it.
 
 Over torch's ``fake`` process group, which communicates nothing, megatron-core initialises its parallel state as the
-first rank of each stage. One layer runs there, patched, over meta tensors (shapes without data); all other ranks of the
-stage have the same shapes. Whatever does not divide (heads, hidden size, MLP, vocabulary, sequence) fails as it would
-in the job, and fallbacks are errors. Attention's core is left out: it has no linear layer.
+first rank of each stage. One layer runs there, patched, over meta tensors (shapes without data). Whatever does not
+divide fails as it would in the job, and fallbacks are errors. Attention's core is left out: it has no linear layer.
 
 Hazard: parallel state is one per process, so nothing else in the process may use it meanwhile.
 """
@@ -27,10 +26,7 @@ from megatron_flux.train.shims import cpu_shims
 
 
 def check(job: Resolved) -> list[str]:
-    """Run one layer of each stage of ``job``, and describe the layout in lines.
-
-    Raises FluxError: a stage cannot be built or run; names its rank.
-    """
+    """Run one layer of each stage of ``job``, and describe the layout in lines. Raises FluxError: a stage fails."""
     run = job.run
     return [
         f"{run.world_size} ranks on {job.job.nodes} node(s): tp {run.tp} x pp {run.pp} x dp {run.dp}",

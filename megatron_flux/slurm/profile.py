@@ -1,10 +1,8 @@
 """Cluster profiles: field types, models read from YAML, and the profile itself.
 
-Every value is refused here, or harmless where it ends up. Values go to two places. ``#SBATCH`` lines are read by Slurm,
-whose versions share no quoting: those values hold only letters without a meaning to it. All else is a shell word: any
-text without control characters, which scripts quote.
-
-Nothing of a site is assumed: a script asks for partition, account, modules, container and virtual environment only
+Every value is refused here, or harmless where it ends up. ``#SBATCH`` lines are read by Slurm, whose versions share no
+quoting: those values hold only letters without a meaning to it. All else is a shell word: any text without control
+characters, which scripts quote. A script asks for partition, account, modules, container and virtual environment only
 where a profile names them.
 """
 
@@ -158,8 +156,7 @@ class Profile(FromYaml):
     link: LinkKind
     """Between the GPUs of a node, and the strongest that stock and flux use: NVLink, peer access over PCIe, or host
     memory."""
-    wire: Wire = "exact"
-    """Wire format that flux may use where the link is host or p2p."""
+    wire: Wire = "exact"  # wire format that flux may use where the link is host or p2p
     gpu: Gpu | None = None
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 8  # one per GPU
 

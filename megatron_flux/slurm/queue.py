@@ -85,10 +85,7 @@ def after(dependency: str) -> list[str]:
 
 
 def job_states(job: str) -> JobStates:
-    """Ask the controller for a job's states, or the accounting where the controller has forgotten it.
-
-    Errors as :func:`slurm`.
-    """
+    """Ask the controller for a job's states, or the accounting where the controller has forgotten it."""
     try:
         output = slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%r|%N")
     except FluxError as error:

@@ -46,7 +46,6 @@ def job_script(resolved: Resolved, command: str) -> str:
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """Break shell words into lines."""
     lines = [""]
     for word in map(shlex.quote, words):
         if len(lines[-1]) + len(word) > _WIDTH and lines[-1].strip():

@@ -25,10 +25,7 @@ FOLDER = "MEGATRON_FLUX_JOB_FOLDER"  # the variable by which a job's script is t
 
 
 def environment(runs: Path, root: Path | None = None) -> str:
-    """Return sbatch's option that hands over the environment, the folder of all jobs and a resumed job's own.
-
-    A UserError refuses a path that sbatch would take apart, or that cannot be written.
-    """
+    """Return sbatch's option that hands over the environment and the folders. Raises UserError: one cannot be used."""
     path = str(root or runs)
     # Between quotes sbatch sees no commas: the folder of a resumed job would be part of the one of all jobs.
     if not path.isprintable() or set(path) & set(",'\""):
@@ -56,12 +53,7 @@ def _beside(number: str) -> Iterator[None]:
 
 
 def check_paths(resolved: Resolved) -> None:
-    """Refuse paths of the profile and of the training data that are missing where their folder is there to be seen.
-
-    Compute nodes may see other file systems: a path whose folder is missing too is left to them.
-
-    Raises UserError: a path is missing.
-    """
+    """Refuse missing paths of profile and data. Where their folder is missing too, compute nodes may see them."""
     venv, container = resolved.profile.venv, resolved.profile.container
     if container is None:
         places = [("data", str(path)) for path in resolved.run.data if not os.path.exists(f"{path}.bin")]
@@ -153,7 +145,6 @@ def resume(what: Resumption) -> str:
 
 
 def _begins(root: Path, script: str, *, from_start: bool) -> dict[str, str]:
-    """Say what each unfinished repetition will begin with, by index."""
     there = {repetition.index: repetition for repetition in status.repetitions(root)}
     array = re.match(r"0-(\d+)", directive(script, "array"))
     indices = [str(i) for i in range(int(array[1]) + 1)] if array else ["0"]

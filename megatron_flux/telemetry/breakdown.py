@@ -34,8 +34,7 @@ import numpy as np
 
 from megatron_flux.metrics.schema import BREAKDOWN_PARTS, SCHEMA_VERSION
 
-STEP, OPTIMIZER = "flux::step", "flux::optimizer"
-"""Names of ranges (a step's is followed by its number)."""
+STEP, OPTIMIZER = "flux::step", "flux::optimizer"  # names of ranges (a step's is followed by its number)
 
 _KERNELS = {
     # megatron_flux.kernels: GEMM and communication in one kernel. Inductor's "triton_poi_fused_..." are no such thing.
@@ -52,8 +51,7 @@ _KERNELS = {
 }
 
 _CATEGORIES = ("gemm", "fused", "communication", "attention", "norm", "other")
-_Intervals = list[tuple[float, float]]
-"""Begins and ends in microseconds."""
+_Intervals = list[tuple[float, float]]  # begins and ends in microseconds
 
 
 @cache
@@ -86,10 +84,9 @@ def of_layers(trace: dict[str, Any], layers: int) -> dict[str, float]:
 
 
 def of_steps(trace: dict[str, Any], steps: Sequence[int], rank: int) -> dict[str, Any]:
-    """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank``.
+    """Return ``breakdown.json`` (docs/metrics.md) of the trace of ``rank`` over ``steps``, first to last.
 
-    ``steps``: first and last iteration in the trace, which has the ranges above. Raises ValueError: it has no step, or
-    nothing ran on a GPU.
+    Raises ValueError: the trace has no range of a step, or nothing ran on a GPU.
     """
     events = _complete(trace)
     windows, work = _ranges(events, STEP, "user_annotation"), _on_gpu(events)
@@ -146,7 +143,6 @@ def _ranges(events: list[dict[str, Any]], name: str, kind: str) -> _Intervals:
 
 
 def _on_gpu(events: list[dict[str, Any]]) -> dict[str, _Intervals]:
-    """Return when each category ran."""
     found = []
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):

@@ -4,11 +4,9 @@ Names, units and meanings are those of docs/metrics.md, of this rank. :mod:`ops.
 
 Baselines are the GEMM alone, and collective then GEMM (the ``reference`` backend): a short burst of each after each of
 the first :data:`ROUNDS` samples that have the call, while the GPU is as warm and its clock as low as training has made
-them. (Longer bursts run at the power limit, a step clocks higher, and calls would seem to beat their GEMM.) Even so the
-clock is not the step's. Where that could be much of what the collective takes, the comparison is withheld.
-
-Operands are random, since zeros make a GEMM draw less power and run faster. Their generator leaves training's random
-numbers as they are. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
+them. Even so the clock is not the step's. Where that could be much of what the collective takes, the comparison is
+withheld. Operands are random, since zeros make a GEMM draw less power and run faster; their generator leaves training's
+random numbers as they are. ``all_gather`` has no GEMM: its ``gemm_ms`` is 0.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +51,10 @@ OTHER_CLOCK = "the GEMM alone ran at another clock than the step"
 FASTER = "the call took less than the GEMM alone, which must have run in another state"
 """Why a comparison is withheld."""
 
-TOLERANCE = 0.1
-"""Share of the hideable time that may be due to clocks."""
-RESOLUTION = 0.005
-"""Relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500."""
-ROUNDS = 5
-"""Measurements of every call's baselines, one after each sample."""
-BURST_MS, MOST_CALLS = 2.0, 20
-"""Length of a burst, and its maximum of calls."""
+TOLERANCE = 0.1  # share of the hideable time that may be due to clocks
+RESOLUTION = 0.005  # relative difference of two clocks that NVML shows as one: half its step of 15 MHz at 1500
+ROUNDS = 5  # measurements of every call's baselines, one after each sample
+BURST_MS, MOST_CALLS = 2.0, 20  # length of a burst, and its maximum of calls
 
 
 class Sampler:
@@ -94,10 +89,7 @@ class Sampler:
             self.reading = glance.result() if glance is not None else None
 
     def result(self) -> dict[str, Any] | None:
-        """Return the sample of the latest step. Call it right after the step, while the GPU is in the step's state.
-
-        Collective over the operators' groups at the first samples that have a call.
-        """
+        """Return the sample of the latest step, right after it. Collective at the first samples that have a call."""
         if not self._sampling:
             return None
         self._sampling = False
@@ -107,17 +99,13 @@ class Sampler:
         times = {call: taken for call, taken in collected.items() if not isinstance(call, GradientReduction)}
         self.reduction_ms = sum(taken.milliseconds for call, taken in collected.items() if call not in times)
         # One order for all ranks: two that are in two groups together must not measure them crosswise.
-        for call in sorted(times, key=_same_on_all_ranks):
+        shape = attrgetter("operator", "m", "n", "k", "transposed", "backend", "wire", "group_name")
+        for call in sorted(times, key=lambda call: (_numbers(call), *shape(call))):
             rounds = self._rounds[call]
             if len(rounds) < ROUNDS and NO_MEMORY not in rounds:
                 rounds.append(_measure(call, self._gpu, len(rounds) % 2 == 1))
         clock = None if self.reading is None else self.reading.sm_clock_mhz
         return overlap(times, {call: _medians(self._rounds[call]) for call in times}, clock)
-
-
-def _same_on_all_ranks(call: Call) -> tuple[Any, ...]:
-    shape = call.operator, call.m, call.n, call.k, _numbers(call), call.transposed
-    return *shape, call.backend, call.wire, call.group_name
 
 
 def _numbers(call: Call) -> str:
@@ -129,10 +117,8 @@ class Baseline(NamedTuple):
 
     gemm_ms: float | None
     serial_ms: float | None
-    source: str
-    """``measured``, or why there is none."""
-    sm_clock_mhz: float | None = None
-    """This rank's GPU while the GEMM ran."""
+    source: str  # ``measured``, or why there is none
+    sm_clock_mhz: float | None = None  # this rank's GPU while the GEMM ran
 
 
 NO_MEMORY = Baseline(None, None, "not measured: no memory for the operands on some rank")
@@ -148,8 +134,7 @@ def _medians(rounds: list[Baseline]) -> Baseline:
 def overlap(times: Mapping[Call, Times], baselines: Mapping[Call, Baseline], clock: float | None) -> dict[str, Any]:
     """Return ``flux/*`` of sampled calls; ``clock``: MHz of this rank's GPU in the step, None if not known.
 
-    A sum by operator is null if the value of one of its calls is: of a GEMM that was not measured, or of a comparison
-    that is withheld.
+    A sum by operator is null if a call's GEMM was not measured, or its comparison is withheld.
     """
     rows = [_row(call, times[call], baselines[call], clock) for call in sorted(times, key=str)]
     by_operator: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -268,10 +253,7 @@ def _measure(call: Call, gpu: nvml.Gpu | None, gemm_first: bool) -> Baseline:
 
 
 def _operands(call: Call) -> tuple[OperatorCall, Callable[[], Any]] | None:
-    """Return the call on operands (an empty weight for all_gather), and its GEMM alone; None if memory is short.
-
-    Everything that measuring will need is allocated once here, so that a rank finds out before others wait for it.
-    """
+    """Allocate all that measuring needs: the call on operands, and its GEMM alone; None if memory is short."""
     rows = call.m // call.group.size() if call.operator in GATHERING else call.m
     generator = torch.Generator(device=call.device).manual_seed(call.group.rank())
     random = partial(torch.randn, generator=generator, device=call.device, dtype=call.dtype)

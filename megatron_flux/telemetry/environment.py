@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megatron_flux import nvml, settings
 from megatron_flux.comm import links
@@ -82,11 +80,9 @@ def device_name() -> str:
 def link(asked: str | None = None) -> dict[str, Any]:
     """Return how the GPUs of this machine reach each other. Makes no CUDA context if NVML can be asked.
 
-    ``asked``: the strongest link to use, instead of ``MEGATRON_FLUX_LINK``; without GPUs ``host`` can be asked for.
-
-    ``kind``: ``none`` (fewer than two GPUs), ``host`` (some pair goes through host memory), else ``nvlink`` or ``p2p``
-    as in :mod:`megatron_flux.comm.links`, or a weaker one where that is asked for; ``reason``: why it is not
-    ``nvlink``; ``pairs`` and ``peer_access``: ordered pairs of GPUs, and those with peer access.
+    ``kind`` is a link of :mod:`megatron_flux.comm.links`, ``none`` with fewer than two GPUs, or a weaker one where that
+    is ``asked`` for, here or by ``MEGATRON_FLUX_LINK``; ``reason``: why it is not ``nvlink``; ``pairs`` and
+    ``peer_access``: ordered pairs of GPUs, and those with peer access.
     """
     by = "MEGATRON_FLUX_LINK asks" if asked is None else "asked"
     asked = asked or settings.link()
@@ -140,10 +136,7 @@ def switches() -> dict[str, str | None]:
 
 
 def examine() -> dict[str, Any]:
-    """Return what ``megatron-flux doctor`` prints, ready for JSON.
-
-    ``problems`` keep flux from running; ``notes`` name what is missing but not needed.
-    """
+    """Return what ``megatron-flux doctor`` prints: ``problems`` keep flux from running, ``notes`` do not."""
     installed, count, connected = versions(), torch.cuda.device_count(), link()
     problems: list[str] = []
     notes: list[str] = []
@@ -197,7 +190,7 @@ def _auto(gpus: int, kind: str) -> str:
     return "tuned: fused kernels as measured" if kind == "nvlink" else f"reference: the link is {kind}"
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the result of :func:`examine`."""
     supported, names, connected = found["supported"], found["devices"], found["link"]
     peers, why = f"{connected['peer_access']} of {connected['pairs']}", connected["reason"]
@@ -214,10 +207,6 @@ def show(found: dict[str, Any], console: Console) -> None:
         "problems": found["problems"],
         "verdict": [f"flux can run here; auto is {found['auto']}" if found["ok"] else "flux cannot run here"],
     }
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
     for title, values in parts.items():
         for i, value in enumerate(values):
-            table.add_row("" if i else title, value)
-    console.print(table)
+            print(f"{'' if i else title:<11} {value}")

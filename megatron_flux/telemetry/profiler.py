@@ -1,26 +1,18 @@
 """Profile some steps of a training with torch.profiler: one trace per rank, and where rank 0's time went.
 
-    profiler = StepProfiler(5, 7, folder, ...)
-    for iteration in ...:
-        with profiler.step(iteration):     # also names the step for nsys
-            ...
-    profiler.close()
-
 Files, in ``folder``::
 
     trace/rank00000.json.gz      Chrome trace of a rank, with ranges of every operator call, of steps and optimizer
     breakdown.json               where the time of rank 0's GPU went (:mod:`telemetry.breakdown`)
 
-The profiler starts in the step before the first one. Host and GPU are both recorded, since ranges are the host's; that
-slows the host, and small models show gaps that they do not have otherwise.
-ui.perfetto.dev opens several traces together.
+Host and GPU are both recorded, since ranges are the host's; that slows the host, and small models show gaps that they
+do not have otherwise. ui.perfetto.dev opens several traces together.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -32,11 +24,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_flux.errors import one_line
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import strict_json
 from megatron_flux.ops import call_events
 from megatron_flux.telemetry.breakdown import STEP, of_steps
-
-logger = logging.getLogger("megatron_flux")
 
 
 class StepProfiler:
@@ -45,10 +36,9 @@ class StepProfiler:
     def __init__(
         self, first: int, last: int, folder: Path, *, rank: int, device: torch.device, nvtx: bool = False
     ) -> None:
-        """Wait until the step ahead of ``first``, which is 2 or more. ``folder`` gets the files.
+        """Wait until the step ahead of ``first``, which is 2 or more.
 
-        With ``nvtx`` ranges are NVTX's, and instead of torch.profiler the capture of an nsys around this process runs
-        (``nsys profile --capture-range=cudaProfilerApi``): no file is written.
+        With ``nvtx`` an nsys around this process captures (``--capture-range=cudaProfilerApi``); no file is written.
         """
         self.first, self.last, self.folder = first, last, folder
         self._rank, self._device, self._nvtx = rank, device, nvtx
@@ -111,10 +101,7 @@ class StepProfiler:
 
 
 def saved(profiler: profile, path: Path) -> dict[str, Any]:
-    """Write the recording as a compressed Chrome trace, whole or not at all, and return it.
-
-    What is not within steps is left out: recording, measuring and waiting for a round go on between them.
-    """
+    """Write the steps of a recording as a compressed Chrome trace, whole or not at all, and return it."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(raw))

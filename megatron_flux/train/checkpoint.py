@@ -3,13 +3,11 @@
 A checkpoint knows nothing of flux: saved patched it loads stock, and back. It is written beside its final name and
 renamed when complete, and the tracker file is moved last: a save that fails or dies leaves the previous checkpoint in
 force. tp, pp and dp may differ on resume; the order of random numbers (dropout) then starts anew from the seed.
-:mod:`~megatron_flux.train.checkpoint_folder` has the files, and the checks of what a run may load or replace.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,14 +32,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_flux.errors import FluxError, StorageError, one_line
 from megatron_flux.files import write_atomically
+from megatron_flux.log_once import logger
 from megatron_flux.train import checkpoint_folder
 from megatron_flux.train.checkpoint_folder import DESCRIPTION, INHERITED, MUST_MATCH, TRACKER, check_fits, chosen, held
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.lora import is_adapter
 from megatron_flux.train.trainer import Trainer, random_state, set_random_state
 from megatron_flux.train.unpickling import restricted
-
-logger = logging.getLogger("megatron_flux")
 
 _LAYOUT = ("tp", "pp")
 _T = TypeVar("_T")
@@ -57,10 +54,7 @@ def holding(config: RunConfig) -> Iterator[None]:
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Save a trainer to ``folder``. A collective call.
-
-    Raises StorageError: nothing is left of what was written, and the tracker is as it was.
-    """
+    """Save a trainer to ``folder``. Collective. Raises StorageError: the tracker and earlier saves are as before."""
     config, iteration = trainer.config, trainer.iteration
     final = checkpoint_folder.checkpoint_of(folder, iteration)
     unfinished = folder / f"{final.name}.partial"
@@ -69,8 +63,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
-    def finish() -> None:
-        """Describe the shards, and make them the newest checkpoint."""
+    def finish() -> None:  # the newest checkpoint from here on
         about = {
             "iteration": iteration,
             "consumed_sequences": trainer.batches.consumed,
@@ -95,10 +88,14 @@ def save(trainer: Trainer, folder: Path) -> None:
         _write(trainer, unfinished)
         _on_first_rank(finish)
     except (OSError, StorageError) as error:
-        failed = _not_saved(final, error)  # before there is more room
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        with suppress(OSError):  # torch does not name a full disk, and there is more room in a moment
+            reason += f" ({shutil.disk_usage(folder).free / 1e9:.3g} GB are free there)"
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        raise failed from error
+        newest = checkpoint_folder.tracked(folder)
+        left = "there is none before" if newest is None else f"--load {folder} resumes from iteration {newest}"
+        raise StorageError(f"checkpoint {final} could not be saved: {reason}; {left}") from error
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -116,11 +113,12 @@ def load(trainer: Trainer, folder: Path) -> None:
 def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> None:
     config = trainer.config
     same_layout = all(description[name] == getattr(config, name) for name in _LAYOUT)
-    adam = _torch_adam(trainer.optimizer) if config.distributed_optimizer else None
-    if adam is not None:  # megatron-core describes its state before loading, step count included
-        distributed, inner = adam
-        distributed.init_state_fn(inner)
-        for state in inner.state.values():
+    # One distributed optimizer, since these models have no experts. Its Adam may be TransformerEngine's or Apex's.
+    (distributed,) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    by_torch = config.distributed_optimizer and isinstance(distributed.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if by_torch:  # megatron-core describes its state before loading, step count included
+        distributed.init_state_fn(distributed.optimizer)
+        for state in distributed.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
     state = _state(trainer, is_loading=True)
     if not same_layout:
@@ -129,8 +127,8 @@ def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> 
             logger.warning("%s has another tp or pp: random numbers (dropout) start anew from the seed", checkpoint)
     loaded = _read(state, checkpoint)
     trainer.model.load_state_dict(loaded["model"])
-    if adam is not None:
-        _load_torch_adam(*adam, loaded["optimizer"])
+    if by_torch:
+        _load_torch_adam(distributed, loaded["optimizer"])
     else:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
     for group in trainer.optimizer.param_groups:  # a checkpoint's rates would win over this run's
@@ -144,7 +142,7 @@ def _resume(trainer: Trainer, checkpoint: Path, description: dict[str, Any]) -> 
 
 def _load_base(trainer: Trainer, checkpoint: Path) -> None:
     """Load the weights of a checkpoint without adapters; everything else is as in a new run."""
-    model = _model_state(trainer, _metadata())
+    model, _ = _model_state(trainer)
     base = {"model": {name: value for name, value in model.items() if not is_adapter(name)}}
     new = {name: value for name, value in trainer.model.module.state_dict().items() if is_adapter(name)}
     trainer.model.load_state_dict({**_read(base, checkpoint)["model"], **new})
@@ -173,8 +171,8 @@ class _InProcess(TorchDistSaveShardedStrategy):
     """Writes megatron-core's ``torch_dist`` format in the rank itself, with torch's file writer.
 
     megatron-core's own strategy starts processes on every rank. They die of signals that the rank survives, outlive a
-    killed rank, and a rank waits for ever for a killed one. The files are the same. One file a rank: torch's writer
-    loses the exceptions of all threads but the first.
+    killed rank, and a rank waits for ever for a killed one. One file a rank: torch's writer loses the exceptions of all
+    threads but the first.
     """
 
     def __init__(self) -> None:
@@ -200,15 +198,6 @@ def _cause(error: BaseException) -> str:
     return shorten(next((text for text in texts if "[Errno" in text), texts[0]), 160, placeholder=" ...")
 
 
-def _not_saved(final: Path, error: OSError | StorageError) -> StorageError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
-    with suppress(OSError):  # torch does not name a full disk
-        reason += f" ({shutil.disk_usage(final.parent).free / 1e9:.3g} GB are free there)"
-    iteration = checkpoint_folder.tracked(final.parent)
-    left = "there is none before" if iteration is None else f"--load {final.parent} resumes from iteration {iteration}"
-    return StorageError(f"checkpoint {final} could not be saved: {reason}; {left}")
-
-
 def _on_first_rank(work: Callable[[], _T]) -> _T:
     """Return or raise on all ranks what ``work`` returns or raises on rank 0. A collective call."""
     box: list[Any] = [None, None]
@@ -223,14 +212,7 @@ def _on_first_rank(work: Callable[[], _T]) -> _T:
     return box[0]
 
 
-def _torch_adam(optimizer: Any) -> tuple[Any, torch.optim.Optimizer] | None:
-    """Return the distributed optimizer and torch's Adam inside it, or None if Adam is TransformerEngine's or Apex's."""
-    (distributed,) = getattr(optimizer, "chained_optimizers", [optimizer])  # one: these models have no experts
-    adam = distributed.optimizer
-    return (distributed, adam) if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) else None
-
-
-def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+def _load_torch_adam(distributed: Any, loaded: dict[str, Any]) -> None:
     """Do ``distributed.load_state_dict`` without its two failures on torch's Adam.
 
     megatron-core wants torch's step count among the checkpoint's tensors, which keeps it with the parameter groups. So:
@@ -238,31 +220,28 @@ def _load_torch_adam(distributed: Any, adam: torch.optim.Optimizer, loaded: dict
     each would then count up: every parameter gets its own again.
     """
     distributed.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
-    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    states = distributed.optimizer.state
+    steps = {parameter: state.pop("step") for parameter, state in states.items()}
     distributed.load_parameter_state_from_fully_reshardable(loaded["param_state"])
     for parameter, step in steps.items():
-        adam.state[parameter]["step"] = step.clone()
+        states[parameter]["step"] = step.clone()
 
 
-def _metadata() -> dict[str, Any]:
-    return {
+def _model_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the model's sharded state, and the metadata that the optimizer's is made with too."""
+    metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-
-
-def _model_state(trainer: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
     inside: Any = trainer.model.module  # DDP's own state has other names
-    state: dict[str, Any] = inside.sharded_state_dict(metadata=metadata)
-    return state
+    return inside.sharded_state_dict(metadata=metadata), metadata
 
 
 def _state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    model = _model_state(trainer, metadata)
+    model, metadata = _model_state(trainer)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,

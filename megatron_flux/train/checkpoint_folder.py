@@ -41,8 +41,7 @@ OF_WEIGHTS = ("precision", "transformer_impl")
 """Settings that must match when new adapters are put on the weights of a checkpoint."""
 INHERITED = ("lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "weight_decay", "block_steps")
 """Settings that a resumed run takes from the checkpoint unless it is given others. Blocks of another length would be
-numbered as earlier ones are, and times of both paired.
-"""
+numbered as earlier ones are, and times of both paired."""
 OWN_LOCK_SECONDS = 150.0
 """Seconds to wait for the lock of an earlier start: longer than the leases of NFS (90 s)."""
 _LOCK = ".megatron_flux.lock"
@@ -156,10 +155,9 @@ def is_saved(config: RunConfig) -> bool:
 
 
 def check_resume(config: RunConfig) -> dict[str, Any]:
-    """Check that ``config.load`` fits this run, and that something is left to do.
+    """Check that ``config.load`` fits, and leaves something to do; return its description.
 
-    Returns the checkpoint's description, of baseline in a comparison; empty where nothing is resumed: without ``load``,
-    or where adapters begin beside loaded weights.
+    That is baseline's in a comparison, and empty without ``load`` or where adapters begin beside loaded weights.
     """
     if config.load is None:
         if config.ckpt_step is not None:

@@ -1,6 +1,4 @@
-"""Options become a complete, checked configuration. Everything that can be refused is refused here, before any
-process group starts, with what was given, what is allowed and what to do.
-"""
+"""Resolve options into a complete configuration, and refuse what cannot run before any process group starts."""
 
 from __future__ import annotations
 
@@ -106,11 +104,7 @@ class RunConfig(RunOptions):
 
 
 def resolve(
-    options: TrainOptions | CompareOptions,
-    *,
-    world_size: int,
-    device: Literal["cuda", "cpu"],
-    out: Path,
+    options: TrainOptions | CompareOptions, *, world_size: int, device: Literal["cuda", "cpu"], out: Path
 ) -> RunConfig:
     """Fill in what the options leave open and check that it fits together: a UserError where it does not."""
     if options.preset not in PRESETS:
@@ -156,7 +150,6 @@ def resolve(
 
 
 def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelShape:
-    """Return the preset's shape with the options' sizes."""
     overrides = {name: value for name in ModelShape.model_fields if (value := getattr(options, name, None)) is not None}
     heads = options.num_attention_heads
     if heads and not options.num_query_groups:
@@ -167,10 +160,7 @@ def _shape(options: TrainOptions | CompareOptions, preset: ModelShape) -> ModelS
 
 
 def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tuple[int, int] | None:
-    """Parse ``--profile-steps``: first and last step of ``5-7``, or ``5`` alone, within ``steps``.
-
-    In a comparison they must lie within one block of ``block_steps``: one profiler cannot run over both sides.
-    """
+    """Parse ``--profile-steps``, ``5-7`` or ``5``, within ``steps`` and, in a comparison, one block."""
     if given is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", given.strip())
@@ -187,7 +177,6 @@ def profiled_steps(given: str | None, steps: int, block_steps: int | None) -> tu
 
 
 def _check(run: RunConfig) -> None:
-    """Check that everything fits together."""
     _check_backends(run)
     _check_transformer_engine(run)
     if run.cuda_graph_impl != "none":
@@ -199,10 +188,7 @@ def _check(run: RunConfig) -> None:
     lr, warmup, decay = run.lr, run.lr_warmup_steps, run.lr_decay_steps
     batch, of = run.global_batch_size, f"{micro * run.dp}: micro-batches of {micro} x dp {run.dp}"
     for refused, message in (
-        (
-            run.lora and run.lora % tp,
-            f"--lora {run.lora} must be a multiple of tp {tp}; give another rank",
-        ),
+        (run.lora and run.lora % tp, f"--lora {run.lora} must be a multiple of tp {tp}; give another rank"),
         (run.strict and run.flux and tp == 1, "--strict with tp 1: no layer can run flux; use tp > 1"),
         (batch % (micro * run.dp), f"global batch size {batch} must be a multiple of {of}"),
         (run.min_lr > lr, f"min_lr {run.min_lr} is above the learning rate {lr}; lower it or raise --lr"),
@@ -269,7 +255,6 @@ def _named_backends(run: RunConfig) -> list[str]:
 
 
 def _check_transformer_engine(run: RunConfig) -> None:
-    """Check what its layers, FP8 recipes and CUDA graphs need."""
     te, device = "transformer_engine", run.device
     if run.fp8 is not None and run.transformer_impl != te:
         needs = "needs TransformerEngine's layers; give --transformer-impl transformer_engine"

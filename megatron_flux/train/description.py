@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import time
@@ -17,8 +16,6 @@ from megatron_flux.run import folder
 from megatron_flux.telemetry import environment
 from megatron_flux.train.checkpoint_folder import resumes
 from megatron_flux.train.config import RunConfig
-
-logger = logging.getLogger("megatron_flux")
 
 
 class WandbNames(NamedTuple):
@@ -73,23 +70,16 @@ def without_gpu(config: RunConfig) -> str:
 
 
 def _wandb_names(config: RunConfig) -> WandbNames:
-    """Return the names in the run folder if it is resumed, else new ones, which no other run has."""
     names = _new_names(config.out)
     if config.load is not None and (config.out / folder.CONFIG).exists():
-        try:
-            names = load_wandb_names(config)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
+        names = load_wandb_names(config)
     if (given := os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")
 
 
 def _new_names(out: Path) -> WandbNames:
-    """Name a run by the scheduler's job, or by the folder's name, the time and a random part.
-
-    All repetitions of a job are one group.
-    """
+    """Name a run by the scheduler's job, with all repetitions in one group, or by folder, time and a random part."""
     job = environment.job()
     if job is None:
         name = f"{out.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

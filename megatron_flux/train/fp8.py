@@ -39,20 +39,12 @@ def transformer_options(recipe: Recipe | None) -> dict[str, Any]:
 
 
 def own_scales(scales: dict[str, Any]) -> AbstractContextManager[object]:
-    """Make TransformerEngine know the ``scales`` of one model alone; an empty dict is filled.
-
-    In delayed scaling every pass updates all that it knows: a model that is not active would forget its amaxes.
-    """
+    """Make TransformerEngine know one model's ``scales`` alone: a pass updates all it knows. Fills an empty dict."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
     for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
         scales.setdefault(name, {})
     return mock.patch.multiple(getattr(State, "quantization_state", State), **scales)  # the former from 2.15 on
-
-
-def words(precision: str, recipe: str | None) -> str:
-    """Describe a run's precision."""
-    return precision if recipe is None else f"{precision} with FP8 layers ({recipe} scaling)"
 
 
 def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) -> None:
@@ -63,10 +55,7 @@ def check_capability(recipe: Recipe, capability: tuple[int, int], whose: str) ->
 
 
 def check(recipe: Recipe, shape: ModelShape, tp: int, tokens: int, shards: int) -> None:
-    """Check that TransformerEngine runs the model's linears in FP8; ``tokens`` of a micro-batch, over ``shards`` ranks.
-
-    Raises UserError: which size, what it must be a multiple of, and the option to change.
-    """
+    """Raise UserError unless TransformerEngine runs the linears in FP8; ``shards`` ranks share ``tokens``."""
     multiple = _MULTIPLE[recipe]
     rules = (
         ("hidden size", shape.hidden_size, 1, multiple, "--hidden-size"),

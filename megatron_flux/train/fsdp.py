@@ -96,10 +96,7 @@ def shard(
 
 
 class FsdpTrainer(Trainer):
-    """A trainer of the whole run's batches by FSDP2, from the weights of the tensor-parallel ``model``.
-
-    Its ranks read the sequences of their tensor-parallel group's micro-batches, each its part of them.
-    """
+    """Trains the whole run's batches by FSDP2, from the weights of the tensor-parallel ``model``."""
 
     def __init__(self, config: RunConfig, dataset: Any, device: torch.device, model: torch.nn.Module) -> None:
         self._group = parallel_state.get_tensor_model_parallel_group()

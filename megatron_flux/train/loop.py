@@ -8,7 +8,6 @@ run that is stopped saves each where it is, and resumes in the middle of its blo
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flux.errors import StorageError, UserError
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import strict_json, wandb_mirror
 from megatron_flux.metrics.recorder import read_records
 from megatron_flux.metrics.report import write_report
@@ -30,8 +30,6 @@ from megatron_flux.train.checkpoint_folder import folders, is_saved, loads_base,
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.record import StepResult
 from megatron_flux.train.variant import Variant
-
-logger = logging.getLogger("megatron_flux")
 
 
 def run(config: RunConfig, dataset: Any, device: torch.device) -> None:
@@ -83,7 +81,7 @@ def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[
 
     A single variant is saved at every ``save_interval`` and its last step, with 0 at neither. Two are saved at the
     first end of a block at which both have come so far, and not at the end. Either is saved when it is stopped, but for
-    what has just been saved, or not trained: there may be half a minute until everything is killed.
+    what has just been saved, or not trained: everything may be killed in half a minute.
     """
     blocks = schedule(config.steps, config.block_steps or config.steps, iterations.copy())
     both = len(variants) > 1
@@ -117,7 +115,6 @@ def _train(config: RunConfig, variants: Mapping[str, Variant], iterations: dict[
 
 
 def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> None:
-    """Log a step on rank 0, every ``config.log_interval`` steps and at the end."""
     if iteration % config.log_interval == 0 or iteration == config.steps:
         text = f"loss {result.loss:.4f}  grad norm {result.grad_norm:.3f}  {1000 * result.seconds:.1f} ms"
         text += f"  {config.tokens_per_step / result.seconds:,.0f} tok/s"
@@ -125,10 +122,7 @@ def _log(config: RunConfig, name: str, iteration: int, result: StepResult) -> No
 
 
 def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tuple[int, str, int]]:
-    """Yield ``(block, name, steps)``: baseline, flux, flux, baseline, ... until each has done ``steps``.
-
-    What they have ``done`` before is left out; the interleaving stays as it was.
-    """
+    """Yield ``(block, name, steps)``: baseline, flux, flux, baseline, ... but for the steps that each has ``done``."""
     block = 0
     for pair, begin in enumerate(range(0, steps, block_steps)):
         end = min(begin + block_steps, steps)
@@ -139,7 +133,6 @@ def schedule(steps: int, block_steps: int, done: dict[str, int]) -> Iterator[tup
 
 
 def _how_it_ended(config: RunConfig, iterations: Mapping[str, int], stopped: bool) -> str:
-    """Return how the run ended, and what can be done next, in one line."""
     report = f"megatron-flux report {shlex.quote(str(config.out))}"
     if stopped:
         left = "not saved: --save was not given"

@@ -47,12 +47,9 @@ def add_adapters(
     targets: Sequence[str] = LORA_TARGETS,
     init_b: Init = torch.nn.init.zeros_,
 ) -> None:
-    """Freeze ``model``, built from the TransformerConfig ``config``, and wrap every linear that ``targets`` names.
+    """Freeze ``model`` and wrap every linear that ``targets`` names. Raises FluxError: there is none.
 
-    A starts from Xavier's normal distribution and B from zero, so that the model is at first what it was. ``rank`` is a
-    multiple of the tensor-parallel size.
-
-    Raises FluxError: no linear has such a name.
+    A starts from Xavier's normal distribution and B from zero. ``rank`` is a multiple of the tensor-parallel size.
     """
     model.requires_grad_(False)
     found = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in targets]
@@ -85,15 +82,15 @@ class Adapter(torch.nn.Module):
         self.gathers = config.sequence_parallel and not row
         self._scatters = config.sequence_parallel and row
         how: dict[str, Any] = {"config": config, "bias": False}
-        init_a = torch.nn.init.xavier_normal_
+        into: dict[str, Any] = {"init_method": torch.nn.init.xavier_normal_, **how}
         unsummed = config.sequence_parallel
         with mock.patch.object(config, "sequence_parallel", False):  # A and B work on all rows
             if row:
-                more = {"input_is_parallel": True, "skip_bias_add": True}
-                self.linear_in = RowParallelLinear(in_features, rank, init_method=init_a, **more, **how)
+                into |= {"input_is_parallel": True, "skip_bias_add": True}
+                self.linear_in = RowParallelLinear(in_features, rank, **into)
             else:
-                more = {"gather_output": True, "disable_grad_reduce": unsummed}
-                self.linear_in = ColumnParallelLinear(in_features, rank, init_method=init_a, **more, **how)
+                into |= {"gather_output": True, "disable_grad_reduce": unsummed}
+                self.linear_in = ColumnParallelLinear(in_features, rank, **into)
             self.linear_out = ColumnParallelLinear(rank, out_features, init_method=init_b, gather_output=row, **how)
 
     @property

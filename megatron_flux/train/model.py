@@ -140,10 +140,9 @@ class CudaGraphs:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         # The helper asks how many micro-batches there are.
+        batches = config.global_batch_size, config.micro_batch_size, config.dp
         calculator.unset_num_microbatches_calculator()
-        calculator.init_num_microbatches_calculator(
-            0, None, config.global_batch_size, config.micro_batch_size, config.dp
-        )
+        calculator.init_num_microbatches_calculator(0, None, *batches)
         self._helper = TECudaGraphHelper(
             model=[model],
             config=mcore_config,
@@ -182,8 +181,7 @@ def side_stream(config: RunConfig) -> Iterator[None]:
     """Enter a stream beside the default one if the run asks for graphs. DDP is built in it.
 
     DDP makes the parameters' gradient accumulators, which autograd runs on the stream they were made on. That waits for
-    the captured backward; the default stream cannot ("would make the legacy stream depend on a capturing blocking
-    stream", seen with TransformerEngine's graphs).
+    the captured backward; the default stream cannot (seen with TransformerEngine's graphs).
     """
     if config.cuda_graph_impl == "none":
         yield

@@ -61,12 +61,7 @@ class ModelShape(Checked):
     @property
     def layer_weights(self) -> int:
         """Elements of the weights of a layer's four linears."""
-        return self.hidden_size * (self.qkv_size + self.hidden_size + self.mlp_size)
-
-    @property
-    def mlp_size(self) -> int:
-        """Outputs of FC1 and inputs of FC2."""
-        return self.fc1_size + self.ffn_hidden_size
+        return self.hidden_size * (self.qkv_size + self.hidden_size + self.fc1_size + self.ffn_hidden_size)
 
     @property
     def layer(self) -> tuple[int | str, ...]:
@@ -81,13 +76,10 @@ class ExpertShape(ModelShape):
     Norms of queries and keys, biases of QKV and gates of shared experts, which some models have, are left out.
     """
 
-    kv_channels: PositiveInt
-    """Channels of an attention head."""
+    kv_channels: PositiveInt  # channels of an attention head
     num_moe_experts: PositiveInt
-    moe_router_topk: PositiveInt
-    """Experts that a token is sent to."""
-    moe_shared_expert_intermediate_size: PositiveInt | None = None
-    """Width of the expert that sees all tokens."""
+    moe_router_topk: PositiveInt  # experts that a token is sent to
+    moe_shared_expert_intermediate_size: PositiveInt | None = None  # width of the expert that sees all tokens
 
     @property
     def experts(self) -> int | None:
@@ -103,8 +95,8 @@ class ExpertShape(ModelShape):
     def layer_weights(self) -> int:
         """Elements of the weights of a layer's linears, without the router."""
         shared = (self.moe_shared_expert_intermediate_size or 0) * (3 if self.gated else 2)
-        heads = self.num_attention_heads * self.head_size
-        return self.hidden_size * (self.qkv_size + heads + self.num_moe_experts * self.mlp_size + shared)
+        heads, mlp = self.num_attention_heads * self.head_size, self.fc1_size + self.ffn_hidden_size
+        return self.hidden_size * (self.qkv_size + heads + self.num_moe_experts * mlp + shared)
 
 
 class Preset(NamedTuple):
@@ -164,8 +156,7 @@ EXPERTS = {
         _experts(28, 3584, 28, 4, 2560, 4096, 151936, experts=64, topk=8, shared=20480), 2, 1, 3e-4
     ),
 }
-LAYERS = ChainMap(EXPERTS, PRESETS)
-"""Models of ``bench layer``: those with experts last."""
+LAYERS = ChainMap(EXPERTS, PRESETS)  # models of ``bench layer``: those with experts last
 
 
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
@@ -174,10 +165,7 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
 
 
 def step_flops(shape: ModelShape, sequences: int, *, frozen: bool = False) -> float:
-    """Count the model FLOPs of forward and backward over ``sequences`` sequences of the whole model.
-
-    ``frozen`` weights have no wgrad; adapters beside them are left out.
-    """
+    """Count the model FLOPs of forward and backward over ``sequences``; ``frozen`` weights have no wgrad."""
     s, h = shape.seq_length, shape.hidden_size
     scores = 2 * s * s * h  # two products of 2*s*s*h, of which the causal mask leaves half
     logits = 2 * s * h * shape.vocab_size
@@ -206,8 +194,8 @@ def gathered_share(
     * ZeRO-3: W is gathered for forward and for backward, 2 bytes a weight each time, and the gradient is scattered in
       ``gradient`` bytes (Megatron and ``fsdp``: fp32; of frozen weights none).
 
-    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h): with W = 12 h^2 (ordinary attention and an MLP of 4 h)
-    m > 3.6 h with gradients in bf16, and m > 4.8 h in fp32. Biases and norms are left out.
+    So ZeRO-3 moves less where m > (4 + gradient) W / (20 h), with W = 12 h^2 and gradients in fp32 m > 4.8 h. Biases
+    and norms are left out.
     """
     collectives = 8 + (2 if sequence_parallel and not kept and not frozen else 0) + (4 if recomputed else 0)
     return (4 + (0 if frozen else gradient)) * shape.layer_weights / (2 * collectives * tokens * shape.hidden_size)

@@ -5,9 +5,8 @@
     result = records.gather(local)
     record = records.of(result, block)
 
-Every ``sample_interval`` steps operators, GPUs and how the ranks differ are measured, too: every operator call is timed
-on the device (:mod:`megatron_flux.telemetry.call_sampler`), and each rank looks at its GPU once, in the middle of the
-step. A step that is not sampled costs a comparison or two.
+Every ``sample_interval`` steps operators, GPUs and how the ranks differ are measured, too
+(:mod:`megatron_flux.telemetry.call_sampler`). A step that is not sampled costs a comparison or two.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from megatron_flux.train.description import run_info
 from megatron_flux.train.presets import step_flops
 from megatron_flux.train.trainer import LocalStep, Trainer
 
-Ranks = dict[str, list[float | None]]
-"""One value per rank, None where it is not known."""
+Ranks = dict[str, list[float | None]]  # one value per rank, None where it is not known
 _OF_SAMPLES = ("operators_ms", "reduction_ms", *nvml.FIELDS, "throttle")
 _MEMORY = {
     "peak-memory-bytes": "peak_memory_bytes",
@@ -103,12 +101,8 @@ class Records:
             values |= {"operators_ms": sum(taken.values()), "reduction_ms": self._sampler.reduction_ms}
         if reading is not None:
             values |= {name: getattr(reading, name) for name in nvml.FIELDS} | {"throttle": float(reading.throttle)}
-        mine = [
-            local.loss_sum,
-            local.loss_tokens,
-            local.seconds,
-            *(math.nan if v is None else v for v in values.values()),
-        ]
+        known_here = (math.nan if value is None else value for value in values.values())
+        mine = [local.loss_sum, local.loss_tokens, local.seconds, *known_here]
         row = torch.tensor([mine], dtype=torch.float64, device=self._trainer.device)
         rows = all_gather(row, dist.distributed_c10d._get_default_group()).wait().tolist()
         sums, tokens, seconds, *columns = zip(*rows, strict=True)

@@ -1,11 +1,5 @@
 """Stand-ins for what megatron-core takes from CUDA, Apex and TransformerEngine; undone on exit.
 
-* :func:`cpu_shims`: without CUDA, the CPU answers for the current device, the random state and streams, and allocates
-  for ``device="cuda"``. Everything that computes (layers, collectives over gloo, schedules, DDP, optimizer,
-  checkpoints) is megatron-core's.
-* :func:`gradient_accumulation_fusion`: wgrad that adds to ``main_grad``, for stock layers without Apex.
-* :class:`SequenceParallelNorm`: a norm under sequence parallelism, without TransformerEngine.
-
 Hazards: replacements are process-wide while a context is open, and the CPU has one random generator where CUDA runs
 have two, so a run with dropout on the CPU does not draw the numbers that a GPU run would.
 """
@@ -60,7 +54,11 @@ class _NoStream:
 
 @contextlib.contextmanager
 def cpu_shims() -> Iterator[None]:
-    """Let megatron-core run on the CPU inside the context; does nothing where CUDA is available."""
+    """Let megatron-core run on the CPU inside the context; does nothing where CUDA is available.
+
+    The CPU answers for the current device, the random state and streams, and allocates for ``device="cuda"``.
+    Everything that computes (layers, collectives over gloo, DDP, optimizer, checkpoints) is megatron-core's.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -142,8 +140,6 @@ class SequenceParallelNorm:
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> torch.nn.Module:
         """``unused``: hints of megatron-core's other norms (persistent kernels and the like)."""
-        if config.layernorm_zero_centered_gamma:
-            raise ValueError("layernorm_zero_centered_gamma needs TransformerEngine's norm")
         kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)

@@ -46,10 +46,7 @@ def _load(file: BinaryIO, **options: Any) -> Any:
 
 @contextmanager
 def restricted() -> Iterator[None]:
-    """Make ``pickle.load``, ``pickle.loads`` and ``torch.load`` refuse all but :data:`_NAMES` and :data:`_MODULES`.
-
-    Process-wide: their callers are in torch and TransformerEngine.
-    """
+    """Make pickle and torch refuse to load all but :data:`_NAMES` and :data:`_MODULES`, in the whole process."""
     with (
         mock.patch.object(pickle, "load", _load),
         mock.patch.object(pickle, "loads", lambda data, **options: _load(io.BytesIO(data), **options)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -17,6 +16,7 @@ import megatron_flux
 from megatron_flux.comm import timeouts
 from megatron_flux.comm.agreement import of_all_ranks
 from megatron_flux.errors import UserError
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import strict_json
 from megatron_flux.metrics.recorder import JsonlRecorder
 from megatron_flux.metrics.wandb_mirror import WandbMirror
@@ -26,8 +26,6 @@ from megatron_flux.train import description
 from megatron_flux.train.config import RunConfig
 from megatron_flux.train.record import Records, StepResult
 from megatron_flux.train.trainer import Trainer, require_finite
-
-logger = logging.getLogger("megatron_flux")
 
 
 class Variant:

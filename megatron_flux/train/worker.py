@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,23 @@ from megatron_flux.train.shims import cpu_shims, gradient_accumulation_fusion
 
 @contextmanager
 def process_groups(config: Any, *, ep: int = 1) -> Iterator[torch.device]:
-    """Initialise torch.distributed and Megatron's parallel state from the launcher's environment; yields the device.
+    """Open torch.distributed and Megatron's parallel state for ``config``; yield the device.
 
-    ``config`` has ``device``, ``link``, ``tp``, ``pp`` and ``timeout``, the seconds that a collective may wait. With
-    ``ep`` that many ranks have whole experts of their own. After an error the groups stay as they are: tearing them
-    down would wait for peers that may have exited. Raises RendezvousError: the ranks have not found each other.
+    With ``ep`` that many ranks have whole experts. Raises RendezvousError: the ranks have not found each other.
     """
     from megatron.core import parallel_state
 
-    backend, device_id, device = "gloo", None, torch.device("cpu")
-    if config.device == "cuda":
-        backend, device_id = "nccl", (device := torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
-        torch.cuda.set_device(device)
-        rank.set_nccl_link(config.link)
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout), device_id=device_id)
-    except (dist.DistError, ValueError) as error:  # the latter of a variable that is missing
-        raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
-    minutes = max(1, round(config.timeout / 60))
-    experts = {} if ep == 1 else {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
-    parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes, **experts)
-    yield device
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    group = rank.process_group(config.device, config.link, config.timeout)
+    with ExitStack() as stack:
+        try:
+            device = stack.enter_context(group)
+        except (dist.DistError, ValueError) as error:  # the latter of a variable that is missing
+            raise RendezvousError(_no_meeting(str(error), config.timeout)) from error
+        minutes = max(1, round(config.timeout / 60))
+        experts = {} if ep == 1 else {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+        parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes, **experts)
+        yield device
+        parallel_state.destroy_model_parallel()
 
 
 def _no_meeting(cause: str, timeout: float) -> str:

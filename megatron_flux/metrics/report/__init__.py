@@ -1,8 +1,6 @@
 """Report run folders as ``report.html``, one page that needs nothing but itself.
 
 A report is chapters of parts, made from the records. What is missing or damaged in a run is explained in its chapter.
-Read in this order: ``page`` (what a report is made of, and its HTML), ``run`` (a folder as the report sees it),
-``figures``, the chapter ``training``; the overview of several runs is here.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ from megatron_flux.metrics.table import counted, memory, relative, short, shown
 
 
 def write_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write ``report.html`` about run folders, or folders of them, into ``out``, and return its path.
+    """Write ``report.html`` about run folders, or folders of them, into ``out``; return its path.
 
-    A run that was killed has no ``summary.json``: its figures are computed from the records, and the report says so.
-    Raises UserError: there is no run folder, or ``out`` cannot be written.
+    Without ``summary.json``, after a kill, figures are computed from the records. Raises UserError.
     """
     return strict_json.write_text(out / "report.html", page.html(*make_chapters(load_all(paths))))
 
@@ -37,7 +34,6 @@ def make_chapters(runs: Sequence[Run]) -> tuple[list[Chapter], str]:
 
 
 def _overview(runs: Sequence[Run]) -> Chapter:
-    """Show verdicts, step times and speed-ups in tables, and what differs between the runs."""
     head: tuple[str, ...] = ("run", "verdict", "baseline, ms", "flux, ms", "largest loss difference", "peak memory")
     parts = [Part("overview", "Training runs", rows=[*map(_row, runs)], head=head)]
     rows = [(name, *values) for name, values in differences(runs).items()]

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 Variants = Mapping[str, Sequence[Record]]
 Drawn = tuple["Figure | None", str]
-Point = tuple[Any, ...]
-"""x, y and, where the reader may ask for it, a text."""
+Point = tuple[Any, ...]  # x, y and, where the reader may ask for it, a text
 
-MAX_POINTS = 2000
-"""Points of a trace beyond which a page gets slow."""
+MAX_POINTS = 2000  # points of a trace beyond which a page gets slow
 
 COLOURS = {"baseline": "#0072b2", "flux": "#d55e00"}
 SYMBOLS = {"baseline": "circle", "flux": "diamond"}

@@ -1,8 +1,7 @@
 """Render a report: chapters of parts, as one HTML page that loads nothing.
 
-plotly.js is inside the page once, and a content security policy forbids every request: a page that needs the network
-would be broken for everybody. Text from a run is escaped; the figures' JSON lies in a data block in which ``<``, ``>``
-and ``&`` are escaped, and is parsed, never run.
+plotly.js is inside the page once, and a content security policy forbids every request. Text from a run is escaped; the
+figures' JSON lies in a data block in which ``<``, ``>`` and ``&`` are escaped, and is parsed, never run.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Part:
     rows: Sequence[Sequence[str]] = ()
     """Of a table. With a head their first column names the row and the others are figures; without, they are pairs."""
     head: Sequence[str] = ()
-    folded: bool = False
-    """Closed until the reader opens it."""
+    folded: bool = False  # closed until the reader opens it
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,8 @@ def html(chapters: Sequence[Chapter], title: str) -> str:
     from plotly.io import templates
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(
-        loader=PackageLoader("megatron_flux.metrics"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    how: Any = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=PackageLoader("megatron_flux.metrics"), autoescape=True, **how)
     figures = {
         f"{chapter.id}-{part.id}": json.loads(part.figure.to_json())  # null for what is not finite
         for chapter in chapters

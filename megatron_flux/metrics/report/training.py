@@ -38,7 +38,6 @@ _LAYOUT = ("tp", "pp", "dp", "precision", "fp8", "lora")
 
 WAITS_INCLUDED = "GEMM, fused operators and exposed communication together"
 """Comparable between baseline and flux: waiting for peers is in one of the three in either."""
-
 OWN_MEMORY = (
     "Peak memory is that of the rank with the most: torch's allocator and symmetric-memory workspaces, without what "
     "NCCL and CUDA themselves take."
@@ -47,8 +46,7 @@ EFFICIENCY = (
     "E is 100 %: as fast as the GEMM alone; 0 %: as slow as the collective, then the GEMM. Exposed: the time beyond "
     "the GEMM alone, including waits for peers in fused kernels."
 )
-MOST_LISTED = 16
-"""Ranks in the table; of more ranks, the slowest."""
+MOST_LISTED = 16  # ranks in the table; of more ranks, the slowest
 
 COLUMNS = {
     "own_ms": ("own (ms)", "{:,.1f}".format),
@@ -133,7 +131,6 @@ def _subtitle(run: Run) -> str:
 
 
 def _breakdown(run: Run) -> Part | str:
-    """Show the traced steps' time by category, in a table."""
     if not (found := run.breakdowns):
         return "no step was traced on a GPU; --profile-steps traces some."
     about, columns = [], []

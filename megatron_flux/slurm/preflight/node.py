@@ -62,11 +62,7 @@ def examine(expected: rules.Expected) -> dict[str, Any]:
 
 
 def ask_driver(count: int, unknown: list[str]) -> list[dict[str, Any]]:
-    """Return the driver's account of each GPU, in CUDA's order.
-
-    NVML that fails is an ``error`` in that account. One that is missing, or does not know these GPUs (as on MIG), is
-    added to ``unknown``.
-    """
+    """Return the driver's account of each GPU, in CUDA's order; what it does not know is added to ``unknown``."""
     import torch
 
     try:

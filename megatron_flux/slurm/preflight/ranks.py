@@ -1,10 +1,9 @@
 """Check all nodes together before a job: do they match, can all ranks reach each other, and how fast.
 
-torch.distributed.run starts it on all nodes. The ranks of each node, of all nodes and of neighbouring nodes reduce over
-the transport that training uses. Rank 0 compares the nodes' reports, and the speeds with the profile's floors. It
-writes speeds to ``FOLDER/together.json``, problems to ``FOLDER/together.problems``; with any, rank 0 fails.
-
-Over the link p2p they then measure what flux shall send through (:func:`_choose_link`).
+The ranks of each node, of all nodes and of neighbouring nodes reduce over the transport that training uses. Rank 0
+compares the nodes' reports, and the speeds with the profile's floors. It writes speeds to ``FOLDER/together.json``,
+problems to ``FOLDER/together.problems``; with any, rank 0 fails. Over the link p2p they then measure what flux shall
+send through (:func:`_choose_link`).
 """
 
 from __future__ import annotations
@@ -24,61 +23,49 @@ from megatron_flux.comm.host_link import HostLink
 from megatron_flux.comm.p2p_link import P2PLink
 from megatron_flux.errors import FluxError, UserError, one_line
 from megatron_flux.ops import timing
+from megatron_flux.run import rank
 from megatron_flux.run.node import node_name
-from megatron_flux.run.rank import serve, set_nccl_link
 from megatron_flux.slurm.preflight import rules
 
 _MIB = {"cuda": 256, "cpu": 1}
 _ROUNDS = 5
-_LINK_S = 60.0
-"""Seconds that a wait may last while a link is measured, and half of what all of it may."""
+_LINK_S = 60.0  # seconds that a wait may last while a link is measured, and half of what all of it may
 _Pair = tuple[str, str]
 
 
 def main() -> None:
     """Run the checks as one rank; rank 0 fails with the first problem."""
-    expected = rules.Expected.given()
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    timeout = timedelta(seconds=expected.timeout)
-    if expected.device == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        set_nccl_link(expected.link)  # as training does, for the link that it measures
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
-    report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if local == 0 else None
-    reports = [one for one in _from_all(report) if one is not None]
-    hosts: list[str] = _from_all(node_name())[::per_node]
-
-    node, _ = dist.new_subgroups(per_node, timeout=timeout)
-    of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
-    within = {host: min(of_ranks[i * per_node : (i + 1) * per_node]) for i, host in enumerate(hosts) if of_ranks}
-    everywhere = _gbps(dist.group.WORLD, device)
-    between = _between_neighbours(hosts, per_node, device, timeout)
-    problems: list[str] = []
-    if dist.get_rank() == 0:
-        _publish(expected, everywhere, within, between)
-        problems = rules.differences(reports, expected)
-        if expected.device == "cuda":
-            problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
-        problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
-    # One that the user has set stays.
-    if all(_from_all(not problems)) and expected.link == "p2p" and expected.host_tp and settings.link() is None:
-        _choose_link(expected, device)
-    dist.barrier()
-    dist.destroy_process_group()
+    expected, problems = rules.Expected.given(), []
+    # Over the link that training uses.
+    with rank.process_group(expected.device, expected.link, expected.timeout) as device:
+        per_node, timeout = int(os.environ["LOCAL_WORLD_SIZE"]), timedelta(seconds=expected.timeout)
+        first = os.environ["LOCAL_RANK"] == "0"
+        report = json.loads((expected.folder / f"{node_name()}.json").read_text()) if first else None
+        reports = [one for one in _from_all(report) if one is not None]
+        hosts: list[str] = _from_all(node_name())[::per_node]
+        node, _ = dist.new_subgroups(per_node, timeout=timeout)
+        of_ranks = _from_all(_gbps(node, device)) if per_node > 1 else []
+        within = {host: min(of_ranks[i * per_node : (i + 1) * per_node]) for i, host in enumerate(hosts) if of_ranks}
+        everywhere = _gbps(dist.group.WORLD, device)
+        between = _between_neighbours(hosts, per_node, device, timeout)
+        if dist.get_rank() == 0:
+            _publish(expected, everywhere, within, between)
+            problems = rules.differences(reports, expected)
+            if expected.device == "cuda":
+                problems += rules.slow(within, "GB/s in an all-reduce among its GPUs", expected)
+            problems += rules.within_nodes(within, expected.floors) + rules.between_nodes(between, expected.floors)
+        # One that the user has set stays.
+        if all(_from_all(not problems)) and expected.link == "p2p" and expected.host_tp and settings.link() is None:
+            _choose_link(expected, device)
     if problems:
         (expected.folder / "together.problems").write_text("".join(f"{problem}\n" for problem in problems))
         raise FluxError(f"pre-flight: {problems[0]}")
 
 
 def _choose_link(expected: rules.Expected, device: torch.device) -> None:
-    """Measure what a rank receives through host memory and through peers' memory while all tensor-parallel groups send.
+    """Measure what ranks receive through host memory and through peers' while all tensor-parallel groups send.
 
-    Rank 0 writes the faster link, by its slowest rank, and why into ``FOLDER/link``; none where neither can be had.
-    Through peers' memory wrong bytes may arrive, or none, which ends a rank: what is in the file by then holds.
+    Rank 0 writes the faster link and why into ``FOLDER/link``, ahead of each measurement, which may end a rank, too.
     """
     group, _ = dist.new_subgroups(expected.host_tp, timeout=timedelta(seconds=_LINK_S))
     rates, said = {"none": 0.0}, ""
@@ -103,7 +90,6 @@ def _write_link(expected: rules.Expected, rates: dict[str, float], why: str) -> 
 def _publish(
     expected: rules.Expected, everywhere: float, within: dict[str, float], between: dict[_Pair, float]
 ) -> None:
-    """Print and write the measured speeds."""
     print(f"megatron-flux: pre-flight: all_reduce of {dist.get_world_size()} ranks {everywhere:.2f} GB/s (bus)")
     pairs = {" ".join(pair): value for pair, value in between.items()}
     for where, speeds in (("within nodes", within), ("between neighbouring nodes", pairs)):
@@ -115,7 +101,6 @@ def _publish(
 
 
 def _from_all(mine: Any) -> list[Any]:
-    """Gather every rank's value, by rank. Collective."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -124,10 +109,7 @@ def _from_all(mine: Any) -> list[Any]:
 def _between_neighbours(
     hosts: list[str], per_node: int, device: torch.device, timeout: timedelta
 ) -> dict[_Pair, float]:
-    """Measure GB/s (bus) between neighbouring nodes, by pair, in two rounds of pairs that run at once. Collective.
-
-    The last node is paired with the first where their number is even.
-    """
+    """Measure GB/s (bus) of each pair of neighbouring nodes, the last and first too if even. Collective."""
     here, count = dist.get_rank() // per_node, len(hosts)
     rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
     if count > 2 and count % 2 == 0:
@@ -147,10 +129,7 @@ def _between_neighbours(
 
 
 def _gbps(group: Any, device: torch.device) -> float:
-    """Measure the bus bandwidth of an all_reduce as NCCL's tests define it: bytes x 2 (n - 1) / n / time.
-
-    A wrong result is a :class:`FluxError` on the rank that it arrived on.
-    """
+    """Measure an all_reduce's bus bandwidth as NCCL's tests do. Raises FluxError: a wrong result on this rank."""
     n, size = group.size(), _MIB[device.type] * 2**20 // 4
     sent, best = numbers(n).to(device), float("inf")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -175,4 +154,4 @@ def numbers(ranks: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    serve(main)
+    rank.serve(main)

@@ -146,7 +146,7 @@ def within_nodes(gbps: Mapping[str, float], floors: Floors) -> list[str]:
 
 
 def between_nodes(gbps: Mapping[tuple[str, str], float], floors: Floors) -> list[str]:
-    """List pairs of nodes that are too slow; ``gbps``: of an all_reduce, by pair. One line where all are.
+    """List pairs of nodes that are too slow, by ``gbps`` of an all_reduce; one line where all are.
 
     A node that is too slow with both neighbours is named by itself, before the pairs without such a node.
     """

@@ -1,8 +1,12 @@
 """The fold against dequantised fp32, and numbers by hand."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from megatron_flux.errors import UserError
 from megatron_flux.quant.fold import fold, forward, shard, tensor_parallel_sizes, why_not
 from megatron_flux.quant.gptq import GPTQLinear, pack
 from tests.unit.quant.linears import HIDDEN, mlp, near
@@ -37,3 +41,25 @@ def test_folded_is_the_same_function_on_every_tp_that_divides(gated: bool, bias:
     for tp in (1, 2, 4, 8):
         assert why_not(before, tp) is None
         assert near(sum(forward(shard(after, rank, tp), x) for rank in range(tp)), expected)
+
+
+def test_mlps_that_cannot_be_folded() -> None:
+    made = mlp()
+    with pytest.raises(UserError, match=r"of down straddle.*tp 16 are 8 a rank.*of 16; tp can be 1, 2, 4, 8"):
+        fold(made, 16)
+    with pytest.raises(UserError, match=r"tp 3 are 42\.6667 a rank"):
+        fold(made, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": torch.ones(4, 8)}, r"scales is \[4, 8\], must be \[4, 128\]"),
+        ({"g_idx": torch.zeros(4, dtype=torch.int32)}, r"g_idx is \[4\], must be \[64\]"),
+        ({"g_idx": torch.full((64,), 4, dtype=torch.int32)}, "g_idx runs from 4 to 4, must be within 0 and 3"),
+        ({"qweight": torch.zeros(8, 128)}, "qweight is torch.float32, must be torch.int32"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(mlp().first[0], **change)

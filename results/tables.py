@@ -62,9 +62,12 @@ def _rows(path: Path, where: Mapping[str, Any]) -> list[Values]:
 
 
 def read_variants(path: Path, **where: Any) -> Values:
-    """Return the rows of a benchmark by variant (``arm``), earlier names of variants under today's."""
-    earlier = {"floor": "no_communication", "busy_floor": "unsynchronised"}
-    return {earlier.get(row["arm"], row["arm"]): row for row in _rows(path, where)}
+    """Return the rows of a benchmark by variant (``arm``), earlier names of variants under today's. Format strings take
+    no colon in a name.
+    """
+    names = {"floor": "no_communication", "busy_floor": "unsynchronised"}
+    names["flux_te:backend=chunked_int8"] = "flux_te_int8"
+    return {names.get(row["arm"], row["arm"]): row for row in _rows(path, where)}
 
 
 def read_call(path: Path, **where: Any) -> Values:

@@ -48,7 +48,8 @@ def all_gather_gemm(
         x: ``[m/tp, k]`` or ``[s/tp, ..., k]``; fp32, bf16 or fp16. Or an
             :class:`~megatron_flux.ops.fp8_operand.Fp8Operand` ``[m/tp, k]``, as the weight then: both scaled as a
             whole, x alike on all ranks, or x in blocks of 1x128 and the weight of 128x128.
-        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``.
+        weight: ``[n, k]``, or ``[k, n]`` if ``transposed``; same dtype and device as ``x``. Copied only
+            where it does not begin at a multiple of 16 bytes.
         group: process group of ``tp`` ranks; None is the default group.
         bias: ``[n]``, added to every row.
         epilogue_bias: add the bias in fp32 before the result is rounded, as TransformerEngine's linears do, not to the
@@ -112,7 +113,8 @@ def gemm_reduce_scatter(
         async_op: return a :class:`~megatron_flux.comm.collectives.Pending` whose ``wait()`` gives the result; what is
             enqueued in between may overlap the communication.
 
-    Returns ``[m/tp, n]`` or ``[s/tp, ..., n]``: this rank's rows of the sum. Raises as :func:`all_gather_gemm`.
+    Returns ``[m/tp, n]`` or ``[s/tp, ..., n]``: this rank's rows of the sum.
+    Raises as :func:`all_gather_gemm`.
     """
     fp8 = None
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
@@ -143,8 +145,9 @@ def gemm_all_reduce(
     (+ bias)``.
 
     Args as of :func:`gemm_reduce_scatter`, but the first dimension of ``x`` ``[m, k]`` or ``[s, ..., k]`` may be any.
-    Every rank gets the same bits, in every run the same. Returns ``[m, n]`` or ``[s, ..., n]``: the whole sum. Raises
-    as :func:`all_gather_gemm`.
+    Every rank gets the same bits, in every run the same. ``chunked`` has no such operator; it runs ``reference``,
+    counted in ``stats.degraded``. Returns the whole sum, ``[m, n]`` or ``[s, ..., n]``.
+    Raises as :func:`all_gather_gemm`.
     """
     fp8 = None
     if isinstance(x, Fp8Operand) or isinstance(weight, Fp8Operand):
@@ -173,7 +176,8 @@ def all_gather(
     """Start gathering ``x`` ``[s/tp, ..., k]`` to ``[s, ..., k]``; ``wait()`` on the result gives it. Used for the
     gathered input that wgrad needs: it is enqueued before dgrad, or before what comes before, so that it overlaps with
     it. The result is valid until the group's next all_gather. With ``own_gathered`` it stays: it is memory of the
-    caller's own. Raises as :func:`all_gather_gemm`.
+    caller's own.
+    Raises as :func:`all_gather_gemm`.
 
     ``transposed``: the elements of ``x`` ``[m/tp, k/2]`` are pairs of bytes, and ``fused`` gives them as ``[k, m/2]``;
     the result's ``transposed`` says whether it did. With ``columns`` ``x`` is ``[k, m/tp/2]`` already; other backends

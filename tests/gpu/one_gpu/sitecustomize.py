@@ -48,8 +48,9 @@ def share() -> None:
     torch.cuda.can_device_access_peer = lambda device, peer: True
     from megatron_flux.comm import links
 
-    links.between = lambda devices: links.Link("nvlink", "")
-    links._link = lambda group, device: links.Link("nvlink", "")
+    for name in ("between", "_link"):
+        getattr(links, name)  # or this has fallen behind
+        setattr(links, name, lambda *_: links.Link("nvlink", ""))
 
 
 if RANKS:

@@ -103,3 +103,14 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
     again = config.RunConfig.model_validate(json.loads(run.model_dump_json()))
     for found in (run.flux_config, again.flux_config):
         assert (found.keep_gathered, found.keep_gathered_bytes) == (True, number)
+
+
+def test_a_note_says_where_zero_3_moves_fewer_bytes() -> None:
+    def note(sequences: int, link: str) -> str:
+        run = resolve(preset="gpt3-6.7b", micro_batch_size=sequences)
+        return run.bytes_note(link) or ""
+
+    assert note(8, "host") == "", "kept inputs are not gathered again: it moves 1.13 x the bytes"
+    assert " 0.90 x " in note(8, "nvlink")
+    for part in ("0.56 x the bytes", "0.75 x in fp32", "hidden size 4096", "32,768 tokens", "compare --fsdp"):
+        assert part in note(16, "host")

@@ -96,8 +96,8 @@ class RunConfig(RunOptions):
         sizes = f"at hidden size {self.shape.hidden_size} and {tokens:,} tokens"
         share = f"{in_bf16:.2f} x the bytes of tensor parallelism{gradients}"
         # So it was at hidden sizes of 4,096 to 8,192, over NVLink and host memory: results/zero3-x2.
-        measured = "on two H100s flux took less time with up to 32,768 tokens"
-        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}; {measured}. compare --fsdp measures it"
+        measured = "on two H100s flux took less time with up to 32,768 tokens; compare --fsdp measures it"
+        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}; {measured}"
 
     @property
     def tokens_per_step(self) -> int:

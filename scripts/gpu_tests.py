@@ -33,7 +33,6 @@ PARTS = {
     "test_bench": 8,
     "test_commands": 6,
     "test_fused": 7,
-    "test_host": 3,
     "test_inference": 4,
     "test_te_fp8": 3,
     "test_te_layers": 3,
@@ -76,8 +75,13 @@ class Program:
 def programs(only: list[str], logs: Path) -> tuple[list[Program], list[Program]]:
     """Return the programs that run side by side, and those that run alone."""
     beside, alone = list[Program](), list[Program]()
+    files = [
+        path.relative_to(ROOT)
+        for path in (ROOT / FOLDER).glob("test_*.py")
+        if not only or any(part in path.stem for part in only)
+    ]
     listed = subprocess.run(  # noqa: S603 - this interpreter
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", FOLDER], cwd=ROOT,
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files], cwd=ROOT,
         capture_output=True, text=True,
     )  # fmt: skip
     if listed.returncode:
@@ -86,8 +90,6 @@ def programs(only: list[str], logs: Path) -> tuple[list[Program], list[Program]]
     for test in re.findall(rf"^{FOLDER}/test_\w+\.py::.+$", listed.stdout, re.MULTILINE):
         of.setdefault(Path(test.partition("::")[0]).stem, []).append(test)
     for name, tests in sorted(of.items(), key=lambda item: (item[0] not in PARTS, item[0])):
-        if only and not any(part in name for part in only):
-            continue
         parts = PARTS.get(name, 1)
         for number in range(min(parts, len(tests))):
             label = f"{name}-{number}" if parts > 1 else name
@@ -110,6 +112,7 @@ def summary(done: list[Program], seconds: float) -> dict[str, object]:
         "failed": found["failed"] + found["error"],
         "skipped": found["skipped"],
         "cut_off": [program.name for program in done if program.status is None],
+        "died": [program.name for program in done if program.status not in (None, 0, 1)],
         "programs": {program.name: {"exit": program.status, "seconds": round(program.seconds)} for program in done},
         "tests": found["passed"],
     }
@@ -146,8 +149,8 @@ def main() -> int:
         for program in (*beside, *alone):
             if program.log.exists():
                 log.write(f"==== {program.name}\n{program.log.read_text()}\n")
-    print(json.dumps({name: found[name] for name in ("commit", "passed", "failed", "cut_off")}))
-    return int(bool(found["failed"] or found["cut_off"]))
+    print(json.dumps({name: found[name] for name in ("commit", "passed", "failed", "cut_off", "died")}))
+    return int(bool(found["failed"] or found["cut_off"] or found["died"]))
 
 
 if __name__ == "__main__":

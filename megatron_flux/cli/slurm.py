@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_flux.errors import UserError
-from megatron_flux.metrics import strict_json
 from megatron_flux.options import Options, argument, option, read_settings
 from megatron_flux.slurm import queue
 from megatron_flux.slurm.job import Job, Mode, Resolved, resolve
@@ -85,8 +84,13 @@ def render(options: RenderOptions) -> None:
     _, text = script(options)
     if options.out is None:
         print(text, end="")
-    else:
-        strict_json.write_text(options.out, text).chmod(0o755)
+        return
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text)
+        options.out.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"--out {options.out} cannot be written: {error.strerror}; give another file") from None
 
 
 def submit_job(options: SubmitOptions) -> None:

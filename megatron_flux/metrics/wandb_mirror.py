@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_flux.errors import one_line, require
+from megatron_flux.errors import UserError, one_line, require
 from megatron_flux.log_once import logger
 from megatron_flux.metrics.recorder import RecordTail
 from megatron_flux.metrics.run_files import RunFiles
@@ -75,7 +75,11 @@ class WandbMirror:
         mode = "online" if mode == "auto" else mode
         earlier = None
         if resuming and (dir / ID_FILE).exists():
-            earlier = read_json_object(dir / ID_FILE)["id"]
+            try:
+                earlier = str(read_json_object(dir / ID_FILE)["id"])
+            except (UserError, KeyError) as error:
+                logger.warning("%s cannot be read (%s): wandb gets a new run", dir / ID_FILE, error)
+        if earlier:
             # What an earlier start recorded, and so mirrored, beyond the checkpoint.
             others = (RecordTail(file).records for file in dir.glob("metrics.jsonl.superseded-*"))
             self._written = max((record["iteration"] for records in others for record in records), default=0)

@@ -95,7 +95,14 @@ def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def shard(mlp: MLP, rank: int, tp: int) -> MLP:
-    """Return a rank's part of a folded MLP that ``tp`` divides: columns of FC1, rows of FC2, its bias on rank 0."""
+    """Return a rank's part of a folded MLP: columns of FC1 (gate and up), rows of FC2, its bias on rank 0 alone.
+
+    Raises UserError: it is not folded, or ``tp`` does not divide.
+    """
+    if mlp.second.has_activation_order():
+        raise UserError(f"{mlp.second.name} has activation order; fold the MLP before ranks take their parts")
+    if (reason := why_not(mlp, tp)) is not None:
+        raise UserError(reason)
     linear, part = mlp.second, mlp.second.k // tp
     inputs = slice(rank * part, (rank + 1) * part)
     per, size = 32 // linear.bits, linear.k // linear.groups

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_flux.log_once import logger
 from megatron_flux.metrics import summary
 from megatron_flux.metrics.strict_json import without_secrets
 from megatron_flux.run import folder
@@ -72,7 +73,10 @@ def without_gpu(config: RunConfig) -> str:
 def _wandb_names(config: RunConfig) -> WandbNames:
     names = _new_names(config.out)
     if config.load is not None and (config.out / folder.CONFIG).exists():
-        names = load_wandb_names(config)
+        try:
+            names = load_wandb_names(config)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # checkpoints are worth more than names
+            logger.warning("%s cannot be read (%r): wandb gets new names", config.out / folder.CONFIG, error)
     if (given := os.environ.get("WANDB_RUN_GROUP")) is None:
         return names
     return WandbNames(given, names.run if names.run.startswith(f"{given}-") else f"{given}-{names.run}")

@@ -140,6 +140,8 @@ class SequenceParallelNorm:
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> torch.nn.Module:
         """``unused``: hints of megatron-core's other norms (persistent kernels and the like)."""
+        if config.layernorm_zero_centered_gamma:
+            raise ValueError("layernorm_zero_centered_gamma needs TransformerEngine's norm")
         kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)

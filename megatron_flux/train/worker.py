@@ -38,6 +38,7 @@ def process_groups(config: Any, *, ep: int = 1) -> Iterator[torch.device]:
         experts = {} if ep == 1 else {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
         parallel_state.initialize_model_parallel(config.tp, config.pp, distributed_timeout_minutes=minutes, **experts)
         yield device
+        dist.barrier()
         parallel_state.destroy_model_parallel()
 
 

@@ -105,6 +105,13 @@ def test_a_resumed_run_continues_under_its_id(tmp_path: Path) -> None:
     assert last["config"]["choices"]
 
 
+@pytest.mark.parametrize("damaged", ["", "{}", "[1]", '{"id"'])
+def test_a_damaged_id_is_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
+    fake_wandb(monkeypatch)
+    (tmp_path / "wandb.json").write_text(damaged)
+    assert mirror("offline", tmp_path, resuming=True).id is not None
+
+
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, *, logged_in: bool = True) -> Any:
     """wandb whose service fails from the second record on, or at the start by ``error``."""
     fake = mock.MagicMock(Settings=dict)

@@ -49,6 +49,10 @@ def test_mlps_that_cannot_be_folded() -> None:
         fold(made, 16)
     with pytest.raises(UserError, match=r"tp 3 are 42\.6667 a rank"):
         fold(made, 3)
+    with pytest.raises(UserError, match="has activation order; fold the MLP"):
+        shard(made, 0, 2)
+    with pytest.raises(UserError, match="tp can be 1, 2, 4, 8"):
+        shard(fold(made), 0, 16)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_flux.errors import UserError
-from megatron_flux.train import config
+from megatron_flux.train import config, description
 from megatron_flux.train.options import CompareOptions, TrainOptions
 
 TE = {"transformer_impl": "transformer_engine"}
@@ -114,3 +114,11 @@ def test_a_note_says_where_zero_3_moves_fewer_bytes() -> None:
     assert " 0.90 x " in note(8, "nvlink")
     for part in ("0.56 x the bytes", "0.75 x in fp32", "hidden size 4096", "32,768 tokens", "compare --fsdp"):
         assert part in note(16, "host")
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}", b'{"wandb": {"group"', b"\xff\xfe", b'{"wandb": 1}'])
+def test_a_damaged_configuration_does_not_keep_a_run_from_resuming(tmp_path: Path, damaged: bytes) -> None:
+    """A node that lost its power may leave it so; the checkpoints are whole."""
+    run = resolve(device="cpu").model_copy(update={"out": tmp_path, "load": tmp_path / "checkpoints"})
+    (tmp_path / "config.json").write_bytes(damaged)
+    assert description._wandb_names(run).group.startswith(tmp_path.name)

@@ -95,9 +95,10 @@ class RunConfig(RunOptions):
         gradients = "" if frozen else f" with gradients reduced in bf16, {in_fp32:.2f} x in fp32,"
         sizes = f"at hidden size {self.shape.hidden_size} and {tokens:,} tokens"
         share = f"{in_bf16:.2f} x the bytes of tensor parallelism{gradients}"
-        # So it was at hidden sizes of 4,096 to 8,192, over NVLink and host memory: results/zero3-x2.
-        measured = "on two H100s flux took less time with up to 32,768 tokens; compare --fsdp measures it"
-        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}; {measured}"
+        about = "these are bytes, not a measurement"
+        if sequence_parallel and not frozen and not full:  # results/zero3-x2, at hidden sizes of 4,096 to 8,192
+            about = "on two H100s flux took less time, measured up to 32,768 tokens; compare --fsdp measures it here"
+        return f"gathering a layer's weights (ZeRO-3) would move {share} {sizes}; {about}"
 
     @property
     def tokens_per_step(self) -> int:

@@ -106,14 +106,16 @@ def test_how_much_may_be_kept(given: Any, number: int) -> None:
 
 
 def test_a_note_says_where_zero_3_moves_fewer_bytes() -> None:
-    def note(sequences: int, link: str) -> str:
-        run = resolve(preset="gpt3-6.7b", micro_batch_size=sequences)
-        return run.bytes_note(link) or ""
+    def note(sequences: int, link: str, **given: Any) -> str:
+        return resolve(preset="gpt3-6.7b", micro_batch_size=sequences, **given).bytes_note(link) or ""
 
     assert note(8, "host") == "", "kept inputs are not gathered again: it moves 1.13 x the bytes"
     assert " 0.90 x " in note(8, "nvlink")
-    for part in ("0.56 x the bytes", "0.75 x in fp32", "hidden size 4096", "32,768 tokens", "compare --fsdp"):
+    for part in ("0.56 x the bytes", "0.75 x in fp32", "hidden size 4096 and 32,768 tokens", "compare --fsdp"):
         assert part in note(16, "host")
+    for unmeasured in ({"lora": 16}, {"recompute": "full"}, {"sequence_parallel": False}):
+        said = note(32, "nvlink", **unmeasured)
+        assert said.endswith("these are bytes, not a measurement"), "compare --fsdp refuses --lora"
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{}", b'{"wandb": {"group"', b"\xff\xfe", b'{"wandb": 1}'])

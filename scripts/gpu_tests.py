@@ -80,6 +80,8 @@ def programs(only: list[str], logs: Path) -> tuple[list[Program], list[Program]]
         for path in (ROOT / FOLDER).glob("test_*.py")
         if not only or any(part in path.stem for part in only)
     ]
+    if not files:  # pytest would collect all tests of the project
+        raise SystemExit(f"no file of {FOLDER} has {' or '.join(only)} in its name")
     listed = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files], cwd=ROOT,
         capture_output=True, text=True,
